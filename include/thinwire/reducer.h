@@ -1,0 +1,205 @@
+// thinwire: the façade. A Reducer takes one bucket's gradient after the other and gives back their means.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "thinwire/codec.h"
+#include "thinwire/communicator.h"
+#include "thinwire/error.h"
+#include "thinwire/parameter.h"
+#include "thinwire/residual.h"
+#include "thinwire/select.h"
+#include "thinwire/sparse_all_reduce.h"
+#include "thinwire/types.h"
+
+namespace thinwire {
+
+/// What one selection covers.
+enum class Unit : std::uint8_t {
+  parameter,  ///< each parameter has its own k (the papers' way)
+  bucket,     ///< all sparse parameters of a bucket compete for one k
+};
+
+/// When compression starts. Part of the state is only the step number, so a restart continues at the right point.
+struct Schedule {
+  /// Dense warm-up: steps 0 … dense_steps-1 average everything (RedSync's dense epochs, DRAGONN's start step).
+  std::uint64_t dense_steps = 0;
+  friend bool operator==(const Schedule&, const Schedule&) = default;
+};
+
+/// An exception to the options for the parameters whose name matches `pattern`: '*' is any run of characters, '?' any
+/// one, a backslash takes the next character literally. Of several matching rules the last one that sets a field wins.
+struct ParameterRule {
+  std::string pattern;
+  std::optional<bool> dense;      ///< true: always dense, false: sparse whatever its size
+  std::optional<float> momentum;  ///< instead of ReducerOptions::momentum
+  std::optional<bool> nesterov;
+  friend bool operator==(const ParameterRule&, const ParameterRule&) = default;
+};
+
+struct ReducerOptions {
+  /// No selector: every step is dense.
+  std::optional<Selector> selector;
+  Unit unit = Unit::parameter;
+  Codec codec;
+  /// Momentum belongs to thinwire from step 0 on; the optimizer that takes the mean runs without.
+  float momentum = 0.0f;
+  bool nesterov = false;
+  /// u <- 0 at sent entries, in sparse steps (momentum factor masking).
+  bool momentum_masking = true;
+  /// False drops what is not sent; for control experiments only, without momentum.
+  bool error_feedback = true;
+  /// Parameters with fewer elements are always dense.
+  std::size_t dense_below = 10'240;
+  std::vector<ParameterRule> rules;
+  Schedule schedule;
+  /// Of sampling and hashing. The same on every rank.
+  std::uint64_t seed = 0;
+  friend bool operator==(const ReducerOptions&, const ReducerOptions&) = default;
+};
+
+/// Every option as "name=value" lines, in a fixed order: what ranks compare before their first exchange.
+std::string to_string(const ReducerOptions& options);
+/// Errors: invalid_argument naming the option and its value.
+void validate(const ReducerOptions& options);
+
+// Presets. Each returns plain options that may be changed further.
+
+/// Dense all-reduce of f32 residuals with thinwire's momentum: the baseline, through the same path.
+ReducerOptions dense();
+/// Exact top-k over whole buckets.
+ReducerOptions top_k(double density = 0.001);
+/// RedSync: residual gradient compression (arXiv 1808.04357; JPDC 133, 2019). Per parameter, trimmed top-k, momentum
+/// correction and factor masking, density 0.1 %, all-gather.
+ReducerOptions redsync(double density = 0.001);
+/// DRAGONN: randomized hashing (Wang, Xu, Wu, Shrivastava, Ng; ICML 2022, PMLR 162). Per parameter, layout B unless
+/// asked otherwise. Its code leaves tensors below 102 400 to 2^20 elements dense; here the limit is `dense_below`.
+struct DragonnOptions {
+  double density = 0.001;
+  HashedSlots::Layout layout = HashedSlots::Layout::b;
+};
+ReducerOptions dragonn(const DragonnOptions& options = {});
+
+/// What the last finished step did, on this rank.
+struct StepStats {
+  std::uint64_t step = 0;
+  bool dense = true;     ///< every unit was dense
+  bool active = false;   ///< at least one unit was sent sparsely
+  std::string reason;    ///< why active or why not, in words
+  std::size_t jobs = 0;  ///< buckets
+  std::uint64_t calls = 0;  ///< communicator calls
+  std::uint64_t bytes_sent = 0;
+  std::uint64_t bytes_received = 0;
+  std::uint64_t dense_bytes = 0;      ///< what a dense f32 all-reduce of the same buckets would have sent
+  std::uint64_t small_bytes_sent = 0; ///< the part of bytes_sent that always-dense parameters caused
+  std::uint64_t entries_sent = 0;     ///< of sparse units, free slots apart
+  std::uint64_t sparse_numel = 0;     ///< elements of sparse units
+  double density = 0.0;               ///< entries_sent / sparse_numel; 1 in a dense step
+  std::uint64_t fallbacks = 0;        ///< extra sweeps because a sampled bound was too high
+  bool non_finite = false;            ///< some rank's gradient was not finite: NaN was written, the step is undone
+  double residual_norm = 0.0;         ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
+  double gradient_norm = 0.0;         ///< ‖g‖ of the local gradient of that step
+  double select_seconds = 0.0;        ///< accumulate and select, which are one pass
+  double encode_seconds = 0.0;        ///< encode and settle
+  double exchange_seconds = 0.0;      ///< inside communicator calls, waiting for slower ranks included
+  double decode_seconds = 0.0;
+  double exposed_wait_seconds = 0.0;  ///< that callers spent in Work::wait
+  static constexpr std::uint64_t kNormInterval = 50;
+};
+
+/// The handle of one job.
+class Work {
+ public:
+  /// Waits until the mean is in the gradient's buffer. Throws the job's Error; the communicator's time-out bounds the wait.
+  void wait();
+  bool done() const noexcept;
+
+ private:
+  friend class Reducer;
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+enum class StepMode : std::uint8_t {
+  scheduled,  ///< as the schedule says
+  dense,      ///< a dense step on purpose: sends, and so flushes, every residual
+  flush,      ///< as dense, but the buffers' contents are ignored: only what waits in the residuals is averaged
+};
+
+/// What a checkpoint of one rank holds.
+struct ReducerState {
+  std::uint64_t step = 0;  ///< number of the next step
+  std::vector<ParameterState> parameters;
+};
+
+/// Error-feedback compression of one model's gradients.
+///
+///     reducer.begin_step();
+///     Work work = reducer.reduce(bucket, gradient);     // for each bucket, the same order on every rank
+///     work.wait();                                      // gradient now holds the mean over the ranks
+///
+/// Jobs run one after the other, in call order, on a thread of the reducer's own. Call it from one thread at a time.
+///
+/// If a step fails on any rank, every rank's jobs of that step and all later ones throw one error that names the rank
+/// and the reason; u and v are as before any of the step's entries left (the step's gradients stay accumulated), and the
+/// communicator is dead. Nobody waits longer than the communicator's time-out.
+class Reducer {
+ public:
+  /// `communicator` must outlive the reducer. Parameters start with zero state.
+  /// Errors: those of `validate`; invalid_argument for a parameter named twice.
+  Reducer(ReducerOptions options, std::vector<Parameter> parameters, Communicator& communicator);
+  /// Finishes the jobs in the queue.
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  /// Ends the last step, waiting for its jobs, and starts the next one. All ranks give the same mode.
+  /// Errors: the error the last step ended with.
+  void begin_step(StepMode mode = StepMode::scheduled);
+
+  /// gradient <- mean over ranks of what they send. The buffer [numel(bucket)] must stay valid and untouched until the
+  /// job is done; then it holds f32, f16 or bf16 as before. `on_done`, where given, runs on the reducer's thread with the
+  /// job's error or null, must not throw and must not call the reducer.
+  /// Never throws for what is wrong with bucket or gradient (unknown parameter, wrong numel, dtype, device): the job
+  /// fails, and every rank is told.
+  using OnDone = std::function<void(std::exception_ptr)>;
+  Work reduce(Bucket bucket, GradientView gradient, OnDone on_done = {});
+  /// A job that failed before it could be given to `reduce`: every rank's job of this number throws `reason`.
+  Work fail(const std::string& reason, OnDone on_done = {});
+
+  /// Takes the sends of the last step back on this rank, bit for bit; its gradients stay accumulated. For a step whose
+  /// mean was thrown away on every rank. Steps with a non-finite gradient are undone without being asked.
+  void undo_step();
+
+  /// Number of the current step, or of the next one before the first begin_step.
+  std::uint64_t step() const noexcept;
+  const ReducerOptions& options() const noexcept;
+  /// Of the last step; waits for its jobs.
+  StepStats stats();
+  /// Waits for the jobs of the step. The reference is good until the next call of the reducer.
+  const Residual& residual();
+
+  /// State as of the end of the last step, and back. Between steps only.
+  /// Errors of load: those of Residual::load; then nothing is changed.
+  ReducerState state();
+  void load(const ReducerState& state);
+  /// Replaces one parameter's velocity, for a momentum buffer that an optimizer brings along. Before the first step.
+  void set_velocity(const std::string& name, std::span<const float> velocity);
+
+  /// Waits for the jobs in the queue and stops the thread; further jobs throw. Idempotent.
+  void close();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace thinwire

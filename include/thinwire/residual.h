@@ -1,0 +1,121 @@
+// thinwire, stage 1: the error-feedback state. What was not sent yet stays here, by parameter name.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "thinwire/parameter.h"
+#include "thinwire/sparse_gradient.h"
+#include "thinwire/types.h"
+
+namespace thinwire {
+
+/// How a gradient g becomes the addend x of the residual (momentum correction; Lin et al., DGC, ICLR 2018):
+///   u <- momentum·u + g;   x = u, or momentum·u + g of the new u with `nesterov`;   v <- v + x.
+/// With momentum 0 there is no u and x = g. Each product and each sum is rounded to f32 on its own, on every target.
+struct MomentumRule {
+  float momentum = 0.0f;  ///< in [0, 1)
+  bool nesterov = false;
+  /// False: v <- g, so whatever is not sent is dropped. For control experiments only; needs momentum 0.
+  bool error_feedback = true;
+  friend bool operator==(const MomentumRule&, const MomentumRule&) = default;
+};
+
+/// One parameter's state, by value: what is written into checkpoints. velocity is empty without momentum.
+struct ParameterState {
+  std::string name;
+  std::vector<float> residual;  ///< v [numel]
+  std::vector<float> velocity;  ///< u [numel] or empty
+};
+
+/// Residual v and velocity u of every parameter, 4 B and (with momentum) 4 B more per element.
+///
+/// The states outlive buckets: a unit is a list of segments that point into them. Everything sent in a step is noted
+/// in an undo list, O(entries sent), until `commit`. Not thread-safe: one thread at a time.
+class Residual {
+ public:
+  Residual();
+  ~Residual();
+  Residual(Residual&&) noexcept;
+  Residual& operator=(Residual&&) noexcept;
+
+  /// Adds a parameter with zero state. Adding it again with the same numel and rule changes nothing.
+  /// Errors: invalid_argument for a known name with another numel or rule, momentum outside [0, 1), Nesterov without
+  /// momentum, or a velocity without error feedback.
+  void add(const Parameter& parameter, const MomentumRule& rule);
+
+  bool contains(std::string_view name) const noexcept;
+  /// v [numel] and u [numel] (empty without momentum). Errors: invalid_argument for an unknown name.
+  std::span<const float> residual(std::string_view name) const;
+  std::span<const float> velocity(std::string_view name) const;
+
+  /// One parameter's state; its address stays the same for the life of the Residual.
+  struct State;
+  /// A parameter's place in a bucket buffer; a unit is one or several of them, ascending by offset.
+  struct Segment {
+    State* state = nullptr;
+    std::uint32_t offset = 0;
+  };
+  /// Errors: invalid_argument for an unknown name or another numel.
+  Segment segment(std::string_view name, std::size_t numel, std::uint32_t offset) const;
+  /// The segment's v as the selectors read it.
+  static UnitSegment view(const Segment& segment) noexcept;
+
+  /// v [count] as `accumulate` will leave it at element `begin` of the segment, without changing anything: what a
+  /// sampled bound is taken from. A non-finite result reads as the old v, as in `accumulate`.
+  static void peek(const Segment& segment, const GradientView& bucket, std::size_t begin, std::size_t count, float* out);
+
+  /// A run of at most 4096 elements that has just been accumulated and still lies in the L1 cache.
+  struct Block {
+    const float* values = nullptr;  ///< v
+    std::size_t count = 0;
+    std::uint32_t offset = 0;  ///< of values[0], in the bucket's buffer
+  };
+  using BlockVisitor = std::function<void(const Block&)>;
+
+  /// u and v of the segments take in their slices of the bucket's buffer, block by block; `visit`, where given, sees
+  /// each block right after its update. An element whose new v would not be finite keeps its u and v.
+  /// Returns the bucket offset of the first such element, if any. One pass: 20 B per element with momentum, 12
+  /// without. Does not touch the bucket's buffer.
+  static std::optional<std::uint32_t> accumulate(std::span<const Segment> unit, const GradientView& bucket,
+                                                 const BlockVisitor& visit = {});
+
+  /// Takes what was sent out of the state: v <- fl(v - value); with `masking` also u <- 0 there (momentum factor
+  /// masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list.
+  /// Errors: invalid_argument for an index outside the unit, before anything is changed.
+  void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking);
+  /// The same for a whole segment at density 1, without masking: its v is copied to `sent` [numel] and becomes 0.
+  void settle_dense(const Segment& segment, std::span<float> sent);
+
+  /// Notes u and v of a segment whose gradient may be absent everywhere, before `accumulate`; `restore` puts them back
+  /// and strikes the segment from the undo list. O(numel), only for slices without a local gradient.
+  void remember(const Segment& segment);
+  void restore(const Segment& segment);
+
+  /// Ends a step: what was sent is gone for good.
+  void commit() noexcept;
+  /// Takes the step's sends back, bit for bit: u and v as they were before any entry left. Gradients stay accumulated.
+  void undo() noexcept;
+
+  /// All parameters in the order they were added.
+  std::vector<ParameterState> state() const;
+  /// Replaces the state of all parameters by name. Errors: invalid_argument for an unknown, missing or doubled name, a
+  /// wrong size or a non-finite value; then nothing is changed.
+  void load(std::span<const ParameterState> states);
+
+  /// sqrt(Σ v²) over all parameters, summed in f64 in a fixed order.
+  double norm() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace thinwire

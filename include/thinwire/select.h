@@ -1,0 +1,97 @@
+// thinwire, stage 2: selectors. Which entries of the accumulated residual travel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <variant>
+
+#include "thinwire/sparse_gradient.h"
+
+namespace thinwire {
+
+// Common to all selectors. k = max(1, floor(density·numel + 0.5)). Magnitudes compare as the unsigned bits without the
+// sign; of equal magnitudes the smaller index wins. Zeros are never selected, so an exact selector returns
+// min(k, nonzeros) entries. The same input and seed give the same entries on every SIMD target and backend.
+
+/// The k entries of largest magnitude, exactly. One pass: a bound below the k-th magnitude is estimated from a sample,
+/// candidates at or above it are collected, the k-th is found among them. A bound that was too high is noticed by the
+/// count and lowered, so the result is exact for every input.
+struct TopK {
+  double density = 0.001;  ///< k / numel, in (0, 1]
+  friend bool operator==(const TopK&, const TopK&) = default;
+};
+
+/// RedSync's trimmed top-k (arXiv 1808.04357, communication-set selection): candidates above
+/// mean + r·(max - mean) of the magnitudes, r = 1 - epsilon, lowered by epsilon until k are found; then the exact top-k
+/// of the candidates. Returns the same entries as TopK.
+struct TrimmedTopK {
+  double density = 0.001;
+  double epsilon = 0.2;  ///< step of r, in (0, 1)
+  friend bool operator==(const TrimmedTopK&, const TrimmedTopK&) = default;
+};
+
+/// DRAGONN's randomized hashing (Wang et al., ICML 2022). Entries at or above a threshold taken from a sample go to slot
+/// (murmur3_32(index, seed) · slots) >> 32 of a table; in a slot the larger magnitude wins. Losers stay in the residual and
+/// meet other rivals in the next step, whose seed differs.
+struct HashedSlots {
+  enum class Layout : std::uint8_t {
+    a,  ///< candidates at rank 2k into k slots, sent as they lie: fixed size, about 0.865k useful entries
+    b,  ///< candidates at rank k into 4k slots, compacted, at most 1.25k entries, about 0.885k expected
+  };
+  double density = 0.001;
+  Layout layout = Layout::b;
+  /// Share of the unit that is sampled for the threshold, in (0, 1]; at least 64 expected survivors are sampled for,
+  /// so small units are read whole (sampling noise of the threshold).
+  double sample_fraction = 0.01;
+  friend bool operator==(const HashedSlots&, const HashedSlots&) = default;
+};
+
+using Selector = std::variant<TopK, TrimmedTopK, HashedSlots>;
+
+/// "top_k(density=0.001)", "hashed_slots(density=0.001, layout=b, sample_fraction=0.01)", …
+std::string to_string(const Selector& selector);
+/// Errors: invalid_argument naming the field that is out of range.
+void validate(const Selector& selector);
+double density(const Selector& selector) noexcept;
+/// k for a unit of numel elements: max(1, floor(density·numel + 0.5)), and 0 for an empty unit.
+std::size_t target_count(const Selector& selector, std::size_t numel) noexcept;
+/// The most entries (for layout A: exactly the slots) that a selection from numel elements returns.
+std::size_t capacity(const Selector& selector, std::size_t numel) noexcept;
+
+/// One selection from one unit, in the steps that let it ride on the pass that accumulates the residual:
+///
+///     selection.begin(selector, unit, seed, peek);   // may sample the values that the pass is about to produce
+///     for each block, in order:  selection.collect(values, count, offset);
+///     selection.finish(out);                         // may read the unit again
+///
+/// Reusable: memory is kept between units. Scratch: at most 2·capacity + 4096 entries, O(slots) for HashedSlots.
+class Selection {
+ public:
+  /// Writes [count] values of the unit's segment `segment` from element `begin` on, as the coming pass will leave them.
+  using Peek = std::function<void(std::size_t segment, std::size_t begin, std::size_t count, float* out)>;
+
+  Selection();
+  ~Selection();
+  Selection(Selection&&) noexcept;
+  Selection& operator=(Selection&&) noexcept;
+
+  /// The unit's memory must stay valid until `finish`. Without `peek` the values are read from the unit.
+  void begin(const Selector& selector, UnitView unit, std::uint32_t seed, const Peek& peek = {});
+  void collect(const float* values, std::size_t count, std::uint32_t offset);
+  void finish(SparseGradient& out);
+
+  /// Sweeps beyond the expected ones that the last selection needed because a sampled bound was too high.
+  std::size_t fallbacks() const noexcept;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// begin, collect and finish over values that are already there. Errors: those of `validate`.
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out);
+
+}  // namespace thinwire

@@ -1,0 +1,43 @@
+// thinwire: the selected entries of a gradient, and the pieces of memory they are selected from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace thinwire {
+
+/// An empty slot of a hashed table (`SparseGradient::hashed_order`): no entry, value 0.
+inline constexpr std::uint32_t kEmptySlot = 0xFFFFFFFFu;
+
+/// Entries in coordinate form. indices[j] is an offset in the *bucket's buffer*, so receivers need no remapping.
+/// No index stands twice. Entries ascend by index unless `hashed_order` is set; then entry j lies in slot j of a hash
+/// table, where slot(index) = (murmur3_32(index - first offset of the unit, hash_seed) * slots) >> 32, and free slots
+/// hold kEmptySlot.
+struct SparseGradient {
+  std::vector<std::uint32_t> indices;  ///< [nnz]
+  std::vector<float> values;           ///< [nnz]; after encode: exactly what receivers will decode
+  bool hashed_order = false;
+  std::uint32_t hash_seed = 0;
+
+  std::size_t nnz() const noexcept { return indices.size(); }
+  void clear() noexcept {
+    indices.clear();
+    values.clear();
+    hashed_order = false;
+    hash_seed = 0;
+  }
+};
+
+/// One contiguous piece of a unit: numel accumulated residual values that stand at `offset` in the bucket's buffer.
+struct UnitSegment {
+  const float* values = nullptr;
+  std::size_t numel = 0;
+  std::uint32_t offset = 0;
+};
+
+/// What one selection covers: one parameter, or all sparse parameters of a bucket. Segments ascend by offset.
+using UnitView = std::span<const UnitSegment>;
+
+}  // namespace thinwire
