@@ -1,0 +1,41 @@
+# Targets with a "##" comment are listed by `make help`.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup python demo test bench format clean
+
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTHON := .venv/bin/python
+CPP_FILES = $(shell find include src bindings tests tools bench examples -name '*.h' -o -name '*.cc' 2>/dev/null)
+PYTHON_DIRS = $(wildcard bindings examples tests scripts bench)
+
+help:  ## what you are reading
+	@sed -n -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: python  ## train on Fashion-MNIST over 4 processes: dense, RedSync, DRAGONN; writes build/demo/report.html
+	$(PYTHON) examples/demo.py
+
+test:  ## format, lint, C++ and Python tests, sanitizers, install test, short demo; about 20 minutes the first time
+	@scripts/test.sh
+
+bench: setup  ## time each stage on this machine (build/release/bench/stages_bench)
+	cmake --preset release
+	cmake --build --preset release -j $(JOBS) --target stages_bench
+	build/release/bench/stages_bench
+
+format: setup  ## rewrite C++ and Python sources in the project's format
+	clang-format -i $(CPP_FILES)
+	$(PYTHON) -m ruff check --fix-only --quiet $(PYTHON_DIRS)
+	$(PYTHON) -m ruff format --quiet $(PYTHON_DIRS)
+
+setup:  ## install system packages (as root) and .venv, if anything is missing
+	@scripts/setup.sh
+
+python: setup  ## build the Python package and install it into .venv, if a source has changed
+	@$(MAKE) --no-print-directory .venv/.thinwire-package
+
+.venv/.thinwire-package: CMakeLists.txt pyproject.toml $(shell find cmake include src bindings -type f -not -name '*.pyc' 2>/dev/null)
+	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+clean:  ## remove build/ (the .venv stays)
+	rm -rf build

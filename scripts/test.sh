@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Everything that must hold, section by section. Goes on after a failure; the last line counts all tests.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+jobs=${JOBS:-$(nproc)}
+reports=build/test-reports
+counts=$reports/counts
+kSkipped=77  # exit status of a section that cannot run here
+passed=0 failed=0 skipped=0
+summary=()
+rm -rf "$reports"
+mkdir -p "$reports"
+
+# count FILE: adds the tests of a JUnit report to the section's counts.
+count() {
+  .venv/bin/python scripts/count_tests.py "$1" >>"$counts"
+}
+
+# section TITLE FUNCTION: runs it, prints its duration and adds its counts; one that counts nothing is one test.
+section() {
+  local title=$1 begin=$SECONDS status ok=0 bad=0 skip=0 p f s verdict
+  printf '\n==== %s\n' "$title"
+  : >"$counts"
+  (set -e; "$2")
+  status=$?
+  while read -r p f s; do
+    ok=$((ok + p)) bad=$((bad + f)) skip=$((skip + s))
+  done <"$counts"
+  if ((status == kSkipped)); then
+    skip=$((skip + 1))
+  elif ((status != 0 && bad == 0)); then
+    bad=1
+  elif ((status == 0 && ok + bad + skip == 0)); then
+    ok=1
+  fi
+  passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + skip))
+  verdict=ok
+  ((bad == 0)) || verdict=FAILED
+  ((status != kSkipped)) || verdict=skipped
+  summary+=("$(printf '%-28s %-8s %4d s  %5d passed %3d failed %3d skipped' \
+    "$title" "$verdict" $((SECONDS - begin)) $ok $bad $skip)")
+  printf -- '---- %s: %s, %d s\n' "$title" "$verdict" $((SECONDS - begin))
+}
+
+existing() { local path; for path in "$@"; do [[ ! -e $path ]] || printf '%s\n' "$path"; done; }
+cpp_files() { find $(existing include src bindings tests tools bench examples) -name '*.h' -o -name '*.cc'; }
+
+setup() { scripts/setup.sh; }
+
+format_cpp() { cpp_files | xargs clang-format --dry-run -Werror; }
+
+format_python() {
+  local folders
+  folders=$(existing bindings examples tests scripts bench)
+  .venv/bin/python -m ruff check $folders
+  .venv/bin/python -m ruff format --check $folders
+}
+
+lint() {
+  cmake --preset ci >/dev/null
+  find src -name '*.cc' -print0 | xargs -0 -P "$jobs" -n 1 scripts/lint.sh build/ci
+}
+
+# preset NAME: configure, build, run. Times of single tests go to the report.
+preset() {
+  cmake --preset "$1" >/dev/null
+  cmake --build --preset "$1" -j "$jobs"
+  local status=0
+  ctest --preset "$1" -j "$jobs" --quiet --output-junit "$PWD/$reports/ctest-$1.xml" "${@:2}" || status=$?
+  ((status == 0)) || ctest --preset "$1" --rerun-failed --output-on-failure || true
+  count "$reports/ctest-$1.xml"
+  return $status
+}
+release() { preset ci -LE install; }
+install_test() {
+  local status=0
+  ctest --preset ci -L install --output-junit "$PWD/$reports/ctest-install.xml" || status=$?
+  count "$reports/ctest-install.xml"
+  return $status
+}
+asan() { preset asan; }
+tsan() { preset tsan; }
+
+python_tests() {
+  make --no-print-directory python
+  [[ -d tests/python ]] || return $kSkipped
+  local status=0
+  .venv/bin/python -m pytest -q tests/python --junitxml "$reports/pytest.xml" || status=$?
+  count "$reports/pytest.xml"
+  return $status
+}
+
+demo() {
+  [[ -e examples/demo.py ]] || return $kSkipped
+  make --no-print-directory python
+  .venv/bin/python examples/demo.py --smoke
+}
+
+section "setup" setup
+section "format, C++" format_cpp
+section "format, Python" format_python
+section "lint" lint
+section "C++ tests, optimised" release
+section "install test" install_test
+section "C++ tests, ASan and UBSan" asan
+section "C++ tests, TSan" tsan
+section "Python tests" python_tests
+section "demo, short" demo
+
+printf '\n'
+printf '%s\n' "${summary[@]}"
+printf '\n%d passed, %d failed, %d skipped\n' $passed $failed $skipped
+((failed == 0))
