@@ -46,10 +46,11 @@ struct ParameterRule {
 };
 
 struct ReducerOptions {
-  /// No selector: every step is dense.
-  std::optional<Selector> selector;
+  Selector selector = TopK{};
   Unit unit = Unit::parameter;
   Codec codec;
+  /// With `dense` every step is a dense step, whatever the selector.
+  SparseAllReduce all_reduce = SparseAllReduce::all_gather;
   /// Momentum belongs to thinwire from step 0 on; the optimizer that takes the mean runs without.
   float momentum = 0.0f;
   bool nesterov = false;

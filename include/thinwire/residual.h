@@ -91,7 +91,8 @@ class Residual {
   /// masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list.
   /// Errors: invalid_argument for an index outside the unit, before anything is changed.
   void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking);
-  /// The same for a whole segment at density 1, without masking: its v is copied to `sent` [numel] and becomes 0.
+  /// The same for a whole segment at density 1, without masking: its v is moved to `sent` [numel] and becomes 0.
+  /// `sent` is also the undo copy: it must stay valid and unchanged until `commit` or `undo`.
   void settle_dense(const Segment& segment, std::span<float> sent);
 
   /// Notes u and v of a segment whose gradient may be absent everywhere, before `accumulate`; `restore` puts them back

@@ -1,0 +1,16 @@
+// Refusals in one line each.
+#pragma once
+
+#include <string>
+
+#include "thinwire/error.h"
+
+namespace thinwire {
+
+inline void require(bool condition, const std::string& sentence) {
+  if (!condition) throw Error(ErrorCode::invalid_argument, sentence);
+}
+
+inline std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
+
+}  // namespace thinwire

@@ -1,0 +1,70 @@
+// Half-precision gradients: exact widening to f32, and rounding back to nearest, ties to even.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "thinwire/types.h"
+
+namespace thinwire {
+
+inline float bf16_to_f32(std::uint16_t bits) noexcept { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
+
+inline std::uint16_t f32_to_bf16(float value) noexcept {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);  // NaN stays NaN
+  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+inline float f16_to_f32(std::uint16_t half) noexcept {
+  const std::uint32_t sign = std::uint32_t{half & 0x8000u} << 16;
+  const std::uint32_t magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // As an f32 with the exponent bias of f16, times 2^112: exact, subnormals included.
+  return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f));
+}
+
+inline std::uint16_t f32_to_f16(float value) noexcept {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds to 65 536 or more
+  if (magnitude < 0x38800000u) {
+    // Subnormal: adding 0.5 leaves the 10 bits that count, correctly rounded, at the end of the significand.
+    const std::uint32_t rounded = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f);
+    return static_cast<std::uint16_t>(sign | (rounded - 0x3f000000u));
+  }
+  const std::uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u;
+  return static_cast<std::uint16_t>(sign | rounded >> 13);
+}
+
+/// out [count] <- elements [begin, begin + count) of a gradient buffer, as f32.
+inline void load_gradient(const GradientView& from, std::size_t begin, std::size_t count, float* out) {
+  if (from.dtype == DType::f32) {
+    std::memcpy(out, static_cast<const float*>(from.data) + begin, count * sizeof(float));
+    return;
+  }
+  const auto* half = static_cast<const std::uint16_t*>(from.data) + begin;
+  if (from.dtype == DType::f16)
+    for (std::size_t i = 0; i < count; ++i) out[i] = f16_to_f32(half[i]);
+  else
+    for (std::size_t i = 0; i < count; ++i) out[i] = bf16_to_f32(half[i]);
+}
+
+/// Elements [begin, begin + count) of a gradient buffer <- values, rounded once.
+inline void store_gradient(const GradientView& to, std::size_t begin, std::size_t count, const float* values) {
+  if (to.dtype == DType::f32) {
+    std::memmove(static_cast<float*>(to.data) + begin, values, count * sizeof(float));
+    return;
+  }
+  auto* half = static_cast<std::uint16_t*>(to.data) + begin;
+  if (to.dtype == DType::f16)
+    for (std::size_t i = 0; i < count; ++i) half[i] = f32_to_f16(values[i]);
+  else
+    for (std::size_t i = 0; i < count; ++i) half[i] = f32_to_bf16(values[i]);
+}
+
+}  // namespace thinwire
