@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "thinwire/error.h"
 
@@ -11,6 +12,10 @@ inline void require(bool condition, const std::string& sentence) {
   if (!condition) throw Error(ErrorCode::invalid_argument, sentence);
 }
 
-inline std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
+inline std::string quoted(std::string_view name) {
+  std::string text(1, '\'');
+  text.append(name).push_back('\'');
+  return text;
+}
 
 }  // namespace thinwire

@@ -1,0 +1,27 @@
+// Constants that measurements set, each with the measurement.
+#pragma once
+
+#include <cstddef>
+
+namespace thinwire {
+
+// TopK's sampled bound: 4 096 groups of 8 neighbours, 32 Ki elements in all. Single positions cost about ten times the
+// time of a group; groups of 16 sit too close together on convolution layers and miss the bound more often. Four standard
+// deviations below the expected rank leave about 1.7k candidates at 0.1 % and 1.2k at 1 %.
+inline constexpr std::size_t kTopKSampleGroups = 4096;
+inline constexpr std::size_t kTopKGroup = 8;
+inline constexpr double kTopKSigmas = 4.0;
+inline constexpr double kTopKRetrySigmas = 12.0;
+
+// HashedSlots: candidates that the threshold's sample should hold; the threshold's rank is then off by about 1/sqrt(64).
+inline constexpr double kHashedSampleSurvivors = 64.0;
+
+// Up to this many ranks always-dense parameters ride in the payload: (P-1) copies of them cost less there than the
+// latency of an all-reduce of their own. Beyond this many bytes they never do.
+inline constexpr int kDenseSectionMaxRanks = 4;
+inline constexpr std::size_t kDenseSectionMaxBytes = 256 * 1024;
+
+// decode_mean adds the payloads of all ranks tile by tile, so that a tile stays in the L2 cache.
+inline constexpr std::size_t kDecodeTile = 64 * 1024;
+
+}  // namespace thinwire
