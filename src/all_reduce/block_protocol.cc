@@ -1,0 +1,132 @@
+#include "all_reduce/block_protocol.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <sstream>
+
+#include "core/check.h"
+
+namespace thinwire {
+namespace {
+
+std::string rank_name(std::size_t rank) { return "rank " + std::to_string(rank); }
+
+std::string job_name(const PayloadHeader& header) {
+  return "step " + std::to_string(header.step) + ", bucket " + std::to_string(header.job);
+}
+
+// The first line that differs, of both texts.
+std::optional<std::pair<std::string, std::string>> first_difference(const std::string& a, const std::string& b) {
+  std::istringstream lines_a(a);
+  std::istringstream lines_b(b);
+  for (;;) {
+    std::string line_a;
+    std::string line_b;
+    const bool more_a = static_cast<bool>(std::getline(lines_a, line_a));
+    const bool more_b = static_cast<bool>(std::getline(lines_b, line_b));
+    if (!more_a && !more_b) return std::nullopt;
+    if (line_a != line_b || more_a != more_b)
+      return std::pair(more_a ? line_a : "nothing more", more_b ? line_b : "nothing more");
+  }
+}
+
+std::string describe_difference(const std::vector<std::string>& texts, const std::string& what) {
+  for (std::size_t r = 1; r < texts.size(); ++r)
+    if (const auto lines = first_difference(texts[0], texts[r]))
+      return what + " differ between ranks: rank 0 has " + lines->first + ", " + rank_name(r) + " has " + lines->second;
+  return what + " differ between ranks";
+}
+
+}  // namespace
+
+std::span<const std::byte> BlockProtocol::exchange(const Offer& offer) {
+  const auto known = agreed_.find(offer.header.job);
+  const std::size_t agreed = known != agreed_.end() ? known->second : kHeaderBytes;
+  const bool ready = !offer.failure && offer.header.block_bytes == agreed;
+  std::span<const std::byte> block = offer.block;
+  if (!ready) {
+    PayloadHeader header = offer.header;
+    header.flags = offer.failure ? PayloadHeader::failed : PayloadHeader::relayout;
+    sent_.resize(agreed);
+    encode({}, header, {}, {}, sent_);
+    block = sent_;
+  }
+  const std::vector<PayloadHeader> headers = gather(block);
+  compare(headers, offer);
+  // All need the same size now; if it is a new one, nobody has sent a payload yet.
+  if (!ready) {
+    agreed_[offer.header.job] = offer.block.size();
+    compare(gather(offer.block), offer);
+  }
+  return blocks_;
+}
+
+std::vector<PayloadHeader> BlockProtocol::gather(std::span<const std::byte> block) {
+  const auto ranks = static_cast<std::size_t>(communicator_.size());
+  blocks_.resize(ranks * block.size());
+  communicator_.all_gather(block, blocks_);
+  std::vector<PayloadHeader> headers;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    try {
+      headers.push_back(read_header(std::span(blocks_).subspan(r * block.size(), block.size())));
+    } catch (const Error& error) {
+      throw Error(error.code(), "from " + rank_name(r) + ": " + error.what(), error.position());
+    }
+  }
+  return headers;
+}
+
+// Every rank sees the same headers, so every rank takes the same branch.
+void BlockProtocol::compare(const std::vector<PayloadHeader>& headers, const Offer& offer) {
+  const PayloadHeader& first = headers[0];
+  const auto differs = [&](auto field) {
+    return std::any_of(headers.begin(), headers.end(), [&](const PayloadHeader& h) { return h.*field != first.*field; });
+  };
+  const auto failed = std::find_if(headers.begin(), headers.end(),
+                                   [](const PayloadHeader& h) { return (h.flags & PayloadHeader::failed) != 0; });
+  if (failed != headers.end()) {
+    std::string reason;
+    ErrorCode code = ErrorCode::remote;
+    if (offer.failure) {
+      try {
+        std::rethrow_exception(offer.failure);
+      } catch (const Error& error) {
+        reason = error.what();
+        code = error.code();
+      } catch (const std::exception& error) {
+        reason = error.what();
+        code = ErrorCode::system;
+      }
+    }
+    const auto rank = static_cast<std::size_t>(failed - headers.begin());
+    const std::vector<std::string> reasons = gather_texts(reason);
+    throw Error(code, rank_name(rank) + " failed in " + job_name(*failed) + ": " + reasons[rank]);
+  }
+  if (differs(&PayloadHeader::options_hash))
+    throw Error(ErrorCode::remote, describe_difference(gather_texts(*offer.options), "options or parameters"));
+  for (std::size_t r = 1; r < headers.size(); ++r)
+    if (headers[r].step != first.step || headers[r].job != first.job)
+      throw Error(ErrorCode::remote, "ranks are out of step: rank 0 is in " + job_name(first) + ", " + rank_name(r) +
+                                         " in " + job_name(headers[r]));
+  if (differs(&PayloadHeader::layout_hash) || differs(&PayloadHeader::block_bytes) || differs(&PayloadHeader::slices))
+    throw Error(ErrorCode::remote, describe_difference(gather_texts(*offer.layout), "the slices of " + job_name(first)));
+}
+
+std::vector<std::string> BlockProtocol::gather_texts(const std::string& mine) {
+  const auto ranks = static_cast<std::size_t>(communicator_.size());
+  std::vector<std::uint64_t> sizes(ranks);
+  const std::uint64_t size = mine.size();
+  communicator_.all_gather(std::as_bytes(std::span(&size, 1)), std::as_writable_bytes(std::span(sizes)));
+  const std::size_t longest = std::max<std::uint64_t>(1, *std::max_element(sizes.begin(), sizes.end()));
+  std::vector<std::byte> sent(longest);
+  std::memcpy(sent.data(), mine.data(), mine.size());
+  std::vector<std::byte> received(ranks * longest);
+  communicator_.all_gather(sent, received);
+  std::vector<std::string> texts;
+  for (std::size_t r = 0; r < ranks; ++r)
+    texts.emplace_back(reinterpret_cast<const char*>(received.data() + r * longest), sizes[r]);
+  return texts;
+}
+
+}  // namespace thinwire
