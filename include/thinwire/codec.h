@@ -45,7 +45,8 @@ struct PayloadHeader {
   std::optional<std::uint32_t> non_finite;  ///< first bucket offset whose gradient entry was not finite
 };
 
-/// Entries to encode or, after `validate`, to read: sections stand in ascending order of `begin` and do not overlap.
+/// Entries to encode or, after `validate`, to read. Dense sections stand before sparse ones; those of one kind ascend by
+/// `begin` and do not overlap.
 struct SparseSection {
   std::uint32_t begin = 0;   ///< first bucket offset of the unit
   std::uint32_t extent = 0;  ///< the unit's entries lie in [begin, begin + extent)
@@ -89,7 +90,7 @@ PayloadHeader read_header(std::span<const std::byte> bytes);
 /// `bytes` must be aligned to 4. Errors: corrupt_payload with the position of the first offending byte.
 Payload validate(std::span<const std::byte> bytes, std::size_t numel);
 
-/// Adds the payload's entries of bucket offsets [first, first + sum.size()) to `sum`; at most one addition an element.
+/// Adds the payload's entries of bucket offsets [first, first + sum.size()) to `sum`.
 /// `cursor` is kept by the caller between calls with ascending, adjoining ranges; start with a fresh one.
 struct DecodeCursor {
   std::vector<std::size_t> next;                       ///< one per section

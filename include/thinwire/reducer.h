@@ -1,14 +1,15 @@
 // thinwire: the façade. A Reducer takes one bucket's gradient after the other and gives back their means.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "thinwire/codec.h"
@@ -119,13 +120,17 @@ struct StepStats {
 /// The handle of one job.
 class Work {
  public:
+  Work() = default;
+
   /// Waits until the mean is in the gradient's buffer. Throws the job's Error; the communicator's time-out bounds the wait.
   void wait();
   bool done() const noexcept;
 
+  struct State;  // internal
+
  private:
   friend class Reducer;
-  struct State;
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };
 

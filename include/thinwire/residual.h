@@ -111,6 +111,9 @@ class Residual {
   /// wrong size or a non-finite value; then nothing is changed.
   void load(std::span<const ParameterState> states);
 
+  /// Replaces one parameter's u. Errors: invalid_argument for an unknown name, a wrong size, a non-finite value.
+  void set_velocity(std::string_view name, std::span<const float> velocity);
+
   /// sqrt(Σ v²) over all parameters, summed in f64 in a fixed order.
   double norm() const;
 

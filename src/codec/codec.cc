@@ -95,8 +95,14 @@ void check_indices(const SparseSection& section, std::size_t at) {
   }
 }
 
-// Reads the section at `at`, whose offsets start at `free` or later, and moves both behind it.
-Section read_section(std::span<const std::byte> payload, std::size_t numel, std::size_t& at, std::uint64_t& free) {
+// Where the next section may stand: dense ones come first, and those of one kind ascend without overlap.
+struct Order {
+  std::uint8_t kind = wire::kDense;
+  std::uint64_t free = 0;  // first offset that no section of this kind has taken
+};
+
+// Reads the section at `at` and moves `at` and `order` behind it.
+Section read_section(std::span<const std::byte> payload, std::size_t numel, std::size_t& at, Order& order) {
   const std::size_t start = at;
   check(payload.size() - at >= wire::kSectionHeader, payload.size(), "section header cut off");
   const auto kind = get<std::uint8_t>(payload, at + wire::kKind);
@@ -106,16 +112,18 @@ Section read_section(std::span<const std::byte> payload, std::size_t numel, std:
   const std::size_t count = get<std::uint32_t>(payload, at + wire::kCount);
   const auto hash_seed = get<std::uint32_t>(payload, at + wire::kHashSeed);
   check(kind <= wire::kSparse, at + wire::kKind, "unknown kind of section");
+  check(kind >= order.kind, at + wire::kKind, "dense section behind a sparse one");
+  if (kind != order.kind) order = {.kind = kind, .free = 0};
   check(get<std::uint8_t>(payload, at + wire::kIndexCoding) == 0, at + wire::kIndexCoding, "unknown index coding");
   check(get<std::uint8_t>(payload, at + wire::kValueCoding) == 0, at + wire::kValueCoding, "unknown value coding");
   check(flags == 0 || (flags == wire::kHashedOrder && kind == wire::kSparse), at + wire::kSectionFlags,
         "unknown section flag");
-  check(begin >= free, at + wire::kBegin, "sections overlap or do not ascend");
+  check(begin >= order.free, at + wire::kBegin, "sections overlap or do not ascend");
   check(std::uint64_t{begin} + extent <= numel, at + wire::kExtent, "section reaches past the bucket");
   check(flags == wire::kHashedOrder || hash_seed == 0, at + wire::kHashSeed, "hash seed without hashed order");
   for (std::size_t j = wire::kSectionHeader - 12; j < wire::kSectionHeader; j += 4)
     check(get<std::uint32_t>(payload, at + j) == 0, at + j, "reserved bytes are not zero");
-  free = std::uint64_t{begin} + extent;
+  order.free = std::uint64_t{begin} + extent;
   at += wire::kSectionHeader;
   const std::size_t words = kind == wire::kSparse ? 2 * count : count;
   check((payload.size() - at) / 4 >= words, payload.size(), "section cut off");
@@ -250,7 +258,7 @@ Payload validate(std::span<const std::byte> bytes, std::size_t numel) {
     check(i < slices || !bit, at + i / 8, "gradient bit without a slice");
   }
   at += bitmap_bytes(slices);
-  for (std::uint64_t free = 0; at < bytes.size();) payload.sections.push_back(read_section(bytes, numel, at, free));
+  for (Order order; at < bytes.size();) payload.sections.push_back(read_section(bytes, numel, at, order));
   return payload;
 }
 

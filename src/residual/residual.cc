@@ -46,6 +46,10 @@ struct Remembered {
   std::vector<float> u;
 };
 
+bool all_finite(std::span<const float> values) {
+  return std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
+}
+
 void check_rule(const Parameter& parameter, const MomentumRule& rule) {
   const std::string of = " for parameter " + quoted(parameter.name);
   require(rule.momentum >= 0.0f && rule.momentum < 1.0f,
@@ -237,9 +241,6 @@ std::vector<ParameterState> Residual::state() const {
 }
 
 void Residual::load(std::span<const ParameterState> states) {
-  const auto finite = [](const std::vector<float>& values) {
-    return std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
-  };
   std::unordered_map<const State*, const ParameterState*> given;
   for (const ParameterState& from : states) {
     const State& state = impl_->find(from.name);
@@ -251,8 +252,8 @@ void Residual::load(std::span<const ParameterState> states) {
     require(from.velocity.size() == state.u.size(), "the velocity" + of + " has " +
                                                         std::to_string(from.velocity.size()) + " elements, not " +
                                                         std::to_string(state.u.size()));
-    require(finite(from.residual), "the residual" + of + " holds a value that is not finite");
-    require(finite(from.velocity), "the velocity" + of + " holds a value that is not finite");
+    require(all_finite(from.residual), "the residual" + of + " holds a value that is not finite");
+    require(all_finite(from.velocity), "the velocity" + of + " holds a value that is not finite");
   }
   for (const State& state : impl_->states)
     require(given.contains(&state), "the state of parameter " + quoted(state.parameter.name) + " is missing");
@@ -264,6 +265,15 @@ void Residual::load(std::span<const ParameterState> states) {
     impl_->states[i].u.swap(copies[i].second);
   }
   commit();
+}
+
+void Residual::set_velocity(std::string_view name, std::span<const float> velocity) {
+  State& state = impl_->find(name);
+  const std::string of = "the velocity of parameter " + quoted(name);
+  require(velocity.size() == state.u.size(), of + " has " + std::to_string(velocity.size()) + " elements, not " +
+                                                 std::to_string(state.u.size()));
+  require(all_finite(velocity), of + " holds a value that is not finite");
+  std::copy(velocity.begin(), velocity.end(), state.u.begin());
 }
 
 double Residual::norm() const {

@@ -1,0 +1,173 @@
+// The spine: a gradient's way from backward to the mean. Everything here happens in the order in which it stands.
+#include "thinwire/reducer.h"
+
+#include "core/check.h"
+#include "core/lane.h"
+#include "reducer/job.h"
+#include "reducer/work.h"
+
+namespace thinwire {
+
+struct Reducer::Impl {
+  Impl(ReducerOptions options, const std::vector<Parameter>& parameters, Communicator& communicator)
+      : pipeline(std::move(options), parameters, communicator) {}
+
+  // One bucket, on the lane.
+  void run(Job& job) {
+    std::exception_ptr failure = job.failure ? job.failure : unannounced;
+    std::span<const std::byte> block;
+    if (!failure) {
+      try {
+        pipeline.plan(job);
+        pipeline.accumulate_and_select(job);
+        block = pipeline.encode_and_settle(job);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    const std::span<const std::byte> blocks = pipeline.exchange(job, block, failure);
+    const std::vector<Payload> payloads = pipeline.validate_all(job, blocks);
+    pipeline.decode(job, payloads);
+    pipeline.reduce_dense(job);
+    pipeline.finish(job, payloads);
+  }
+
+  // The same, with what becomes of errors.
+  void run_or_fail(Job& job) {
+    std::exception_ptr error = dead;
+    if (!error) {
+      try {
+        run(job);
+      } catch (const Error& e) {
+        error = std::current_exception();
+        // A payload refused here is known here alone: the others learn it from this rank's next block.
+        if (e.code() == ErrorCode::corrupt_payload && !unannounced)
+          fail_step(error, unannounced);
+        else
+          die(error, e.what());
+      } catch (const std::exception& e) {
+        error = std::current_exception();
+        die(error, e.what());
+      }
+    }
+    job.work->finish(error);
+    if (job.on_done) job.on_done(error);
+  }
+
+  void fail_step(const std::exception_ptr& error, std::exception_ptr& kept) {
+    kept = error;
+    pipeline.undo_step();
+  }
+
+  void die(const std::exception_ptr& error, const char* reason) {
+    fail_step(error, dead);
+    pipeline.communicator.abort(reason);
+  }
+
+  std::shared_ptr<Work::State> submit(Job from) {
+    const auto job = std::make_shared<Job>(std::move(from));
+    job->work = std::make_shared<Work::State>(waited_ns);
+    job->number = jobs++;
+    if (!in_step && !job->failure)
+      job->failure = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "reduce was called before begin_step"));
+    if (!lane.submit([this, job] { run_or_fail(*job); })) {
+      const auto closed = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "the reducer is closed"));
+      job->work->finish(closed);
+      if (job->on_done) job->on_done(closed);
+    }
+    return job->work;
+  }
+
+  // Of the finished step, before its results are looked at.
+  void settle() {
+    lane.wait_idle();
+    if (dead) std::rethrow_exception(dead);
+    pipeline.settle_step();
+  }
+
+  Pipeline pipeline;
+  std::exception_ptr unannounced;  // this rank has failed and the others do not know yet
+  std::exception_ptr dead;         // every rank knows, or cannot be told
+  // Of the calling thread:
+  std::uint64_t step = 0;
+  bool in_step = false;
+  std::uint32_t jobs = 0;
+  std::shared_ptr<std::atomic<std::int64_t>> waited_ns = std::make_shared<std::atomic<std::int64_t>>(0);
+  Lane lane;  // last: its thread ends first
+};
+
+Reducer::Reducer(ReducerOptions options, std::vector<Parameter> parameters, Communicator& communicator)
+    : impl_(std::make_unique<Impl>(std::move(options), parameters, communicator)) {}
+
+Reducer::~Reducer() { close(); }
+
+void Reducer::begin_step(StepMode mode) {
+  impl_->settle();
+  if (impl_->in_step) ++impl_->step;
+  impl_->in_step = true;
+  impl_->jobs = 0;
+  impl_->waited_ns = std::make_shared<std::atomic<std::int64_t>>(0);
+  impl_->pipeline.begin_step(impl_->step, mode);
+}
+
+Work Reducer::reduce(Bucket bucket, GradientView gradient, OnDone on_done) {
+  Job job;
+  job.bucket = std::move(bucket);
+  job.gradient = gradient;
+  job.on_done = std::move(on_done);
+  return Work(impl_->submit(std::move(job)));
+}
+
+Work Reducer::fail(const std::string& reason, OnDone on_done) {
+  Job job;
+  job.failure = std::make_exception_ptr(Error(ErrorCode::invalid_argument, reason));
+  job.on_done = std::move(on_done);
+  return Work(impl_->submit(std::move(job)));
+}
+
+void Reducer::undo_step() {
+  impl_->settle();
+  impl_->pipeline.undo_step();
+}
+
+std::uint64_t Reducer::step() const noexcept { return impl_->step; }
+
+const ReducerOptions& Reducer::options() const noexcept { return impl_->pipeline.options; }
+
+StepStats Reducer::stats() {
+  impl_->lane.wait_idle();
+  StepStats stats = impl_->pipeline.stats;
+  stats.exposed_wait_seconds = static_cast<double>(impl_->waited_ns->load()) * 1e-9;
+  return stats;
+}
+
+const Residual& Reducer::residual() {
+  impl_->lane.wait_idle();
+  impl_->pipeline.settle_step();
+  return impl_->pipeline.residual;
+}
+
+ReducerState Reducer::state() {
+  impl_->lane.wait_idle();
+  impl_->pipeline.settle_step();
+  return {.step = impl_->step + (impl_->in_step ? 1 : 0), .parameters = impl_->pipeline.residual.state()};
+}
+
+void Reducer::load(const ReducerState& state) {
+  impl_->settle();
+  impl_->pipeline.residual.load(state.parameters);
+  impl_->step = state.step;
+  impl_->in_step = false;
+}
+
+void Reducer::set_velocity(const std::string& name, std::span<const float> velocity) {
+  impl_->settle();
+  impl_->pipeline.residual.set_velocity(name, velocity);
+}
+
+void Reducer::close() {
+  impl_->lane.close();
+  if (impl_->unannounced && !impl_->dead) impl_->pipeline.communicator.abort("it refused a payload");
+}
+
+}  // namespace thinwire

@@ -1,0 +1,82 @@
+// One bucket on its way through the stages, and what the reducer keeps from job to job.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "all_reduce/block_protocol.h"
+#include "reducer/bucket_plan.h"
+#include "thinwire/reducer.h"
+
+namespace thinwire {
+
+struct Job {
+  std::uint32_t number = 0;  // within the step
+  Bucket bucket;
+  GradientView gradient;
+  std::exception_ptr failure;  // the job failed before it was given
+  Reducer::OnDone on_done;
+  std::shared_ptr<Work::State> work;
+  // Filled on the way:
+  BucketPlan plan;
+  PayloadHeader header;
+  std::vector<bool> has_gradient;
+  std::vector<SparseGradient> selected;  // one per unit
+};
+
+/// The stages as the reducer's thread runs them, with the state they share. One step at a time.
+class Pipeline {
+ public:
+  Pipeline(ReducerOptions options, const std::vector<Parameter>& parameters, Communicator& communicator);
+
+  /// Steps, called while no job runs.
+  void begin_step(std::uint64_t step, StepMode mode);
+  void undo_step() noexcept { residual.undo(); }
+  /// What a finished step leaves: the sends of a step with a non-finite gradient are taken back.
+  void settle_step() noexcept {
+    if (stats.non_finite) residual.undo();
+  }
+
+  // The stages of one job, in order.
+  void plan(Job& job);
+  void accumulate_and_select(Job& job);
+  std::span<const std::byte> encode_and_settle(Job& job);
+  std::span<const std::byte> exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure);
+  std::vector<Payload> validate_all(const Job& job, std::span<const std::byte> blocks);
+  void decode(Job& job, const std::vector<Payload>& payloads);
+  void reduce_dense(Job& job);
+  void finish(Job& job, const std::vector<Payload>& payloads);
+
+  ReducerOptions options;
+  Communicator& communicator;
+  Residual residual;
+  StepStats stats;
+
+ private:
+  class Timer;
+  void count_traffic(const Communicator::Traffic& before, bool small);
+  void add_norms(const Job& job);
+
+  std::unordered_map<std::string, ParameterPolicy> policies_;
+  std::unordered_set<std::string> reduced_;  // parameters, in this step
+  std::string words_;                                          // options and parameters, compared between ranks
+  std::uint64_t options_hash_ = 0;
+  BlockProtocol protocol_;
+  Selection selection_;
+  std::vector<std::byte> block_;
+  std::vector<std::vector<float>> dense_values_;  // by job of the step: sent whole; also the undo copy
+  std::vector<float> dense_mean_;
+  std::uint64_t step_ = 0;
+  StepMode mode_ = StepMode::scheduled;
+  bool dense_step_ = true;
+  bool norms_ = false;  // this step refreshes the norms
+  double residual_squares_ = 0;
+  double gradient_squares_ = 0;
+};
+
+}  // namespace thinwire
