@@ -12,6 +12,7 @@ import os
 import sys
 import zlib
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import thinwire
@@ -238,7 +239,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         sys.exit("Start it with torchrun, for instance: torchrun --nproc-per-node 4 examples/fashion_mnist.py")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     try:
         run(args)
     except (DatasetError, thinwire.Error, ValueError) as error:

@@ -42,9 +42,9 @@ std::vector<float> train(thinwire::Communicator& communicator) {
     reducer.reduce(bucket, {gradient.data(), gradient.size()}).wait();  // now it is the mean over the ranks
     for (std::size_t j = 0; j < model.size(); ++j) model[j] -= kLearningRate * gradient[j];
 
-    if (communicator.rank() == 0 && step % 10 == 0) {
+    if (communicator.rank() == 0 && (step == 1 || step % 10 == 0)) {
       const thinwire::StepStats stats = reducer.stats();
-      std::printf("step %d  loss %.3f  density %.4f  sent %.1f kB, dense would be %.1f kB\n", step, loss, stats.density,
+      std::printf("step %2d  loss %.3f  density %.2f %%  sent %.1f kB, dense %.1f kB\n", step, loss, 100 * stats.density,
                   static_cast<double>(stats.bytes_sent) / 1e3, static_cast<double>(stats.dense_bytes) / 1e3);
     }
   }
