@@ -44,8 +44,9 @@ std::vector<float> train(thinwire::Communicator& communicator) {
 
     if (communicator.rank() == 0 && (step == 1 || step % 10 == 0)) {
       const thinwire::StepStats stats = reducer.stats();
-      std::printf("step %2d  loss %.3f  density %.2f %%  sent %.1f kB, dense %.1f kB\n", step, loss, 100 * stats.density,
-                  static_cast<double>(stats.bytes_sent) / 1e3, static_cast<double>(stats.dense_bytes) / 1e3);
+      std::printf("step %2d  loss %.3f  density %.2f %%  sent %.1f kB, dense %.1f kB\n", step, loss,
+                  100 * stats.density, static_cast<double>(stats.bytes_sent) / 1e3,
+                  static_cast<double>(stats.dense_bytes) / 1e3);
     }
   }
   return model;
