@@ -1,0 +1,372 @@
+// Options, selectors and presets. Small things are immutable, so that a change to a copy cannot get lost in silence;
+// closed choices are strings. repr() gives the expression that makes the object.
+#include <nanobind/operators.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "thinwire/reducer.h"
+#include "thinwire/select.h"
+
+namespace thinwire::python {
+
+using namespace nb::literals;
+
+namespace {
+
+template <class E, std::size_t N>
+using Names = std::array<std::pair<const char*, E>, N>;
+
+constexpr Names<Unit, 2> kUnits{{{"parameter", Unit::parameter}, {"bucket", Unit::bucket}}};
+constexpr Names<HashedSlots::Layout, 2> kLayouts{{{"a", HashedSlots::Layout::a}, {"b", HashedSlots::Layout::b}}};
+constexpr Names<SparseAllReduce, 2> kKinds{
+    {{"all_gather", SparseAllReduce::all_gather}, {"dense", SparseAllReduce::dense}}};
+constexpr Names<IndexCoding, 1> kIndexCodings{{{"raw_u32", IndexCoding::raw_u32}}};
+constexpr Names<ValueCoding, 1> kValueCodings{{{"f32", ValueCoding::f32}}};
+
+template <class E, std::size_t N>
+std::string name_of(const Names<E, N>& names, E value) {
+  for (const auto& [name, known] : names) {
+    if (known == value) return name;
+  }
+  return "?";
+}
+
+template <class E, std::size_t N>
+E parse(const Names<E, N>& names, const char* what, const std::string& text) {
+  std::string expected;
+  for (const auto& [name, value] : names) {
+    if (text == name) return value;
+    expected += (expected.empty() ? "'" : " or '") + std::string(name) + "'";
+  }
+  throw Error(ErrorCode::invalid_argument, std::string(what) + " is '" + text + "', expected " + expected);
+}
+
+/// "Type(name=value, …)" from pairs of name and value.
+std::string expression(const char* type, std::initializer_list<std::pair<const char*, nb::object>> fields) {
+  std::string text = std::string(type) + "(";
+  const char* separator = "";
+  for (const auto& [name, value] : fields) {
+    text += separator + std::string(name) + "=" + nb::cast<std::string>(nb::repr(value));
+    separator = ", ";
+  }
+  return text + ")";
+}
+
+template <class T>
+nb::object value(const T& v) {
+  return nb::cast(v, nb::rv_policy::copy);
+}
+// A float shows the digits that were written, not those of its f64 image.
+nb::object value(float v) {
+  const std::string digits = nb::cast<std::string>(nb::str("{:.7g}").attr("format")(static_cast<double>(v)));
+  return nb::float_(std::stod(digits));
+}
+nb::object value(const std::optional<float>& v) { return v ? value(*v) : nb::none(); }
+
+nb::object rules_tuple(const ReducerOptions& options) {
+  nb::list rules;
+  for (const ParameterRule& rule : options.rules) rules.append(value(rule));
+  return nb::tuple(rules);
+}
+
+template <class S>
+void construct_checked(S* self, S selector) {
+  validate(Selector(selector));
+  new (self) S(selector);
+}
+
+void bind_selectors(nb::module_& m) {
+  nb::class_<TopK>(m, "TopK", "The k entries of largest magnitude, exactly. density = k / numel, in (0, 1].")
+      .def(
+          "__init__", [](TopK* self, double density) { construct_checked(self, TopK{density}); }, "density"_a = 0.001)
+      .def_ro("density", &TopK::density)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const TopK& s) {
+             return expression("TopK", {{"density", value(s.density)}});
+           })
+      .def("__getstate__", [](const TopK& s) { return std::tuple(s.density); })
+      .def("__setstate__", [](TopK& s, const std::tuple<double>& t) { new (&s) TopK{std::get<0>(t)}; });
+
+  nb::class_<TrimmedTopK>(m, "TrimmedTopK", R"(RedSync's trimmed top-k (arXiv 1808.04357).
+
+Candidates above mean + r * (max - mean) of the magnitudes, r lowered from 1 by `epsilon` until k are found; then the
+exact top-k of them. Returns the same entries as TopK.)")
+      .def(
+          "__init__",
+          [](TrimmedTopK* self, double density, double epsilon) {
+            construct_checked(self, TrimmedTopK{density, epsilon});
+          },
+          "density"_a = 0.001, "epsilon"_a = 0.2)
+      .def_ro("density", &TrimmedTopK::density)
+      .def_ro("epsilon", &TrimmedTopK::epsilon, "Step of r, in (0, 1).")
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const TrimmedTopK& s) {
+             return expression("TrimmedTopK", {{"density", value(s.density)}, {"epsilon", value(s.epsilon)}});
+           })
+      .def("__getstate__", [](const TrimmedTopK& s) { return std::tuple(s.density, s.epsilon); })
+      .def("__setstate__", [](TrimmedTopK& s, const std::tuple<double, double>& t) {
+        new (&s) TrimmedTopK{std::get<0>(t), std::get<1>(t)};
+      });
+
+  nb::class_<HashedSlots>(m, "HashedSlots", R"(DRAGONN's randomized hashing (Wang et al., ICML 2022).
+
+Entries above a sampled threshold go to slots of a hash table; in a slot the larger magnitude wins, losers stay in the
+residual. layout "a": about 2k candidates into k slots, sent as they lie; "b": about k into 4k slots, compacted.
+sample_fraction: share of a unit that is sampled for the threshold, in (0, 1].)")
+      .def(
+          "__init__",
+          [](HashedSlots* self, double density, const std::string& layout, double sample_fraction) {
+            construct_checked(self, HashedSlots{density, parse(kLayouts, "layout", layout), sample_fraction});
+          },
+          "density"_a = 0.001, "layout"_a = "b", "sample_fraction"_a = HashedSlots{}.sample_fraction,
+          nb::sig("def __init__(self, density: float = 0.001, layout: typing.Literal['a', 'b'] = 'b', "
+                  "sample_fraction: float = 0.01) -> None"))
+      .def_ro("density", &HashedSlots::density)
+      .def_prop_ro(
+          "layout", [](const HashedSlots& s) { return name_of(kLayouts, s.layout); },
+          nb::for_getter(nb::sig("def layout(self) -> typing.Literal['a', 'b']")))
+      .def_ro("sample_fraction", &HashedSlots::sample_fraction)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const HashedSlots& s) {
+             return expression("HashedSlots", {{"density", value(s.density)},
+                                               {"layout", value(name_of(kLayouts, s.layout))},
+                                               {"sample_fraction", value(s.sample_fraction)}});
+           })
+      .def("__getstate__",
+           [](const HashedSlots& s) { return std::tuple(s.density, name_of(kLayouts, s.layout), s.sample_fraction); })
+      .def("__setstate__", [](HashedSlots& s, const std::tuple<double, std::string, double>& t) {
+        new (&s) HashedSlots{std::get<0>(t), parse(kLayouts, "layout", std::get<1>(t)), std::get<2>(t)};
+      });
+}
+
+void bind_small_options(nb::module_& m) {
+  nb::class_<Codec>(m, "Codec", "How entries are written: coding of the indices and of the values.")
+      .def(
+          "__init__",
+          [](Codec* self, const std::string& indices, const std::string& values) {
+            new (self) Codec{parse(kIndexCodings, "indices", indices), parse(kValueCodings, "values", values)};
+          },
+          "indices"_a = "raw_u32", "values"_a = "f32",
+          nb::sig("def __init__(self, indices: typing.Literal['raw_u32'] = 'raw_u32', "
+                  "values: typing.Literal['f32'] = 'f32') -> None"))
+      .def_prop_ro("indices", [](const Codec& c) { return name_of(kIndexCodings, c.indices); })
+      .def_prop_ro("values", [](const Codec& c) { return name_of(kValueCodings, c.values); })
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const Codec& c) {
+             return expression("Codec", {{"indices", value(name_of(kIndexCodings, c.indices))},
+                                         {"values", value(name_of(kValueCodings, c.values))}});
+           })
+      .def("__getstate__",
+           [](const Codec& c) {
+             return std::tuple(name_of(kIndexCodings, c.indices), name_of(kValueCodings, c.values));
+           })
+      .def("__setstate__", [](Codec& c, const std::tuple<std::string, std::string>& t) {
+        new (&c) Codec{parse(kIndexCodings, "indices", std::get<0>(t)), parse(kValueCodings, "values", std::get<1>(t))};
+      });
+
+  nb::class_<Schedule>(m, "Schedule", "When compression starts: steps 0 … dense_steps - 1 average everything.")
+      .def(
+          "__init__", [](Schedule* self, std::uint64_t dense_steps) { new (self) Schedule{dense_steps}; },
+          "dense_steps"_a = 0)
+      .def_ro("dense_steps", &Schedule::dense_steps)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const Schedule& s) {
+             return expression("Schedule", {{"dense_steps", value(s.dense_steps)}});
+           })
+      .def("__getstate__", [](const Schedule& s) { return std::tuple(s.dense_steps); })
+      .def("__setstate__", [](Schedule& s, const std::tuple<std::uint64_t>& t) { new (&s) Schedule{std::get<0>(t)}; });
+
+  using RuleState = std::tuple<std::string, std::optional<bool>, std::optional<float>, std::optional<bool>>;
+  nb::class_<ParameterRule>(m, "ParameterRule", R"(An exception to the options for parameters by name.
+
+pattern: '*' is any run of characters, '?' any one, a backslash takes the next character literally. dense: True for
+always dense, False for sparse whatever the size. momentum, nesterov: instead of the options' own. None leaves a field
+as it is; of several matching rules the last one that sets a field wins.)")
+      .def(
+          "__init__",
+          [](ParameterRule* self, std::string pattern, std::optional<bool> dense, std::optional<float> momentum,
+             std::optional<bool> nesterov) {
+            new (self) ParameterRule{std::move(pattern), dense, momentum, nesterov};
+          },
+          "pattern"_a, "dense"_a = nb::none(), "momentum"_a = nb::none(), "nesterov"_a = nb::none())
+      .def_ro("pattern", &ParameterRule::pattern)
+      .def_ro("dense", &ParameterRule::dense)
+      .def_ro("momentum", &ParameterRule::momentum)
+      .def_ro("nesterov", &ParameterRule::nesterov)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const ParameterRule& r) {
+             return expression("ParameterRule", {{"pattern", value(r.pattern)},
+                                                 {"dense", value(r.dense)},
+                                                 {"momentum", value(r.momentum)},
+                                                 {"nesterov", value(r.nesterov)}});
+           })
+      .def("__getstate__", [](const ParameterRule& r) { return RuleState(r.pattern, r.dense, r.momentum, r.nesterov); })
+      .def("__setstate__", [](ParameterRule& r, const RuleState& t) {
+        new (&r) ParameterRule{std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+      });
+}
+
+using OptionsState = std::tuple<Selector, std::string, Codec, std::string, float, bool, bool, bool, std::size_t,
+                                std::vector<ParameterRule>, Schedule, std::uint64_t>;
+
+OptionsState state_of(const ReducerOptions& o) {
+  return {o.selector,
+          name_of(kUnits, o.unit),
+          o.codec,
+          name_of(kKinds, o.all_reduce),
+          o.momentum,
+          o.nesterov,
+          o.momentum_masking,
+          o.error_feedback,
+          o.dense_below,
+          o.rules,
+          o.schedule,
+          o.seed};
+}
+
+ReducerOptions options_of(OptionsState t) {
+  ReducerOptions o;
+  std::string unit, all_reduce;
+  std::tie(o.selector, unit, o.codec, all_reduce, o.momentum, o.nesterov, o.momentum_masking, o.error_feedback,
+           o.dense_below, o.rules, o.schedule, o.seed) = std::move(t);
+  o.unit = parse(kUnits, "unit", unit);
+  o.all_reduce = parse(kKinds, "all_reduce", all_reduce);
+  return o;
+}
+
+std::string repr(const ReducerOptions& o) {
+  return expression("ReducerOptions", {{"selector", value(o.selector)},
+                                       {"unit", value(name_of(kUnits, o.unit))},
+                                       {"codec", value(o.codec)},
+                                       {"all_reduce", value(name_of(kKinds, o.all_reduce))},
+                                       {"momentum", value(o.momentum)},
+                                       {"nesterov", value(o.nesterov)},
+                                       {"momentum_masking", value(o.momentum_masking)},
+                                       {"error_feedback", value(o.error_feedback)},
+                                       {"dense_below", value(o.dense_below)},
+                                       {"rules", rules_tuple(o)},
+                                       {"schedule", value(o.schedule)},
+                                       {"seed", value(o.seed)}});
+}
+
+const char* const kOptionsInit =
+    "def __init__(self, *, selector: TopK | TrimmedTopK | HashedSlots = ..., "
+    "unit: typing.Literal['parameter', 'bucket'] = 'parameter', codec: Codec = ..., "
+    "all_reduce: typing.Literal['all_gather', 'dense'] = 'all_gather', momentum: float = 0.0, nesterov: bool = False, "
+    "momentum_masking: bool = True, error_feedback: bool = True, dense_below: int = 10240, "
+    "rules: collections.abc.Sequence[ParameterRule] = (), schedule: Schedule = ..., seed: int = 0) -> None";
+
+void bind_reducer_options(nb::module_& m) {
+  const ReducerOptions defaults;
+  nb::class_<ReducerOptions>(m, "ReducerOptions", R"(How gradients are reduced. The same on every rank.
+
+Values are checked together, when a reducer is made.)")
+      .def(
+          "__init__",
+          [](ReducerOptions* self, Selector selector, std::string unit, Codec codec, std::string all_reduce,
+             float momentum, bool nesterov, bool momentum_masking, bool error_feedback, std::size_t dense_below,
+             std::vector<ParameterRule> rules, Schedule schedule, std::uint64_t seed) {
+            new (self) ReducerOptions(
+                options_of({selector, std::move(unit), codec, std::move(all_reduce), momentum, nesterov,
+                            momentum_masking, error_feedback, dense_below, std::move(rules), schedule, seed}));
+          },
+          nb::kw_only(), "selector"_a = defaults.selector, "unit"_a = "parameter", "codec"_a = defaults.codec,
+          "all_reduce"_a = "all_gather", "momentum"_a = defaults.momentum, "nesterov"_a = defaults.nesterov,
+          "momentum_masking"_a = defaults.momentum_masking, "error_feedback"_a = defaults.error_feedback,
+          "dense_below"_a = defaults.dense_below, "rules"_a = defaults.rules, "schedule"_a = defaults.schedule,
+          "seed"_a = defaults.seed, nb::sig(kOptionsInit))
+      .def_prop_rw(
+          "selector", [](const ReducerOptions& o) { return o.selector; },
+          [](ReducerOptions& o, Selector selector) { o.selector = selector; },
+          nb::for_getter(nb::sig("def selector(self) -> TopK | TrimmedTopK | HashedSlots")),
+          nb::for_setter(nb::sig("def selector(self, selector: TopK | TrimmedTopK | HashedSlots, /) -> None")),
+          "What travels.")
+      .def_prop_rw(
+          "unit", [](const ReducerOptions& o) { return name_of(kUnits, o.unit); },
+          [](ReducerOptions& o, const std::string& unit) { o.unit = parse(kUnits, "unit", unit); },
+          nb::for_getter(nb::sig("def unit(self) -> typing.Literal['parameter', 'bucket']")),
+          nb::for_setter(nb::sig("def unit(self, unit: typing.Literal['parameter', 'bucket'], /) -> None")),
+          "What one selection covers: each parameter, or all sparse parameters of a bucket.")
+      .def_rw("codec", &ReducerOptions::codec)
+      .def_prop_rw(
+          "all_reduce", [](const ReducerOptions& o) { return name_of(kKinds, o.all_reduce); },
+          [](ReducerOptions& o, const std::string& kind) { o.all_reduce = parse(kKinds, "all_reduce", kind); },
+          nb::for_getter(nb::sig("def all_reduce(self) -> typing.Literal['all_gather', 'dense']")),
+          nb::for_setter(nb::sig("def all_reduce(self, all_reduce: typing.Literal['all_gather', 'dense'], /) -> None")),
+          "How payloads become the mean; with 'dense' every step is dense.")
+      .def_prop_rw(
+          "momentum", [](const ReducerOptions& o) { return value(o.momentum); },
+          [](ReducerOptions& o, float momentum) { o.momentum = momentum; },
+          nb::for_getter(nb::sig("def momentum(self) -> float")),
+          "Momentum of the local velocity, in [0, 1). The optimizer that takes the mean must have none then.")
+      .def_rw("nesterov", &ReducerOptions::nesterov)
+      .def_rw("momentum_masking", &ReducerOptions::momentum_masking,
+              "Zero the velocity of sent entries, in sparse steps (momentum factor masking).")
+      .def_rw("error_feedback", &ReducerOptions::error_feedback,
+              "False drops what is not sent; for control experiments only, without momentum.")
+      .def_rw("dense_below", &ReducerOptions::dense_below, "Parameters with fewer elements are always dense.")
+      .def_prop_rw(
+          "rules", &rules_tuple,
+          [](ReducerOptions& o, std::vector<ParameterRule> rules) { o.rules = std::move(rules); },
+          nb::for_getter(nb::sig("def rules(self) -> tuple[ParameterRule, ...]")),
+          nb::for_setter(nb::sig("def rules(self, rules: collections.abc.Sequence[ParameterRule], /) -> None")),
+          "Exceptions by parameter name.")
+      .def_rw("schedule", &ReducerOptions::schedule)
+      .def_rw("seed", &ReducerOptions::seed, "Of sampling and hashing.")
+      .def(
+          "validate", [](const ReducerOptions& o) { validate(o); }, "Errors: invalid_argument naming the option.")
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__", &repr)
+      .def("__str__", [](const ReducerOptions& o) { return to_string(o); })
+      .def("__getstate__", &state_of)
+      .def("__setstate__",
+           [](ReducerOptions& o, OptionsState t) { new (&o) ReducerOptions(options_of(std::move(t))); });
+}
+
+void bind_presets(nb::module_& m) {
+  m.def("dense", &dense, "Dense all-reduce of f32 residuals with thinwire's momentum: the baseline, through one path.");
+  m.def("top_k", &top_k, "density"_a = 0.001, "Exact top-k over whole buckets. density in (0, 1].");
+  m.def("redsync", &redsync, "density"_a = 0.001, R"(RedSync (arXiv 1808.04357; JPDC 133, 2019).
+
+Per parameter, trimmed top-k, momentum correction and factor masking. density in (0, 1].)");
+  m.def(
+      "dragonn",
+      [](double density, const std::string& layout) {
+        return dragonn({.density = density, .layout = parse(kLayouts, "layout", layout)});
+      },
+      "density"_a = 0.001, "layout"_a = "b",
+      nb::sig("def dragonn(density: float = 0.001, layout: typing.Literal['a', 'b'] = 'b') -> ReducerOptions"),
+      R"(DRAGONN: randomized hashing (Wang, Xu, Wu, Shrivastava, Ng; ICML 2022, PMLR 162).
+
+Per parameter. density in (0, 1]; layout as in HashedSlots.)");
+}
+
+}  // namespace
+
+void bind_options(nb::module_& m) {
+  bind_selectors(m);
+  bind_small_options(m);
+  bind_reducer_options(m);
+  bind_presets(m);
+}
+
+}  // namespace thinwire::python

@@ -1,0 +1,359 @@
+// The Reducer in Python. Whatever waits releases the GIL; gradients are read and written in place, and kept alive until
+// their job is done; callbacks run on the reducer's thread under the GIL.
+#include "thinwire/reducer.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <set>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+
+namespace thinwire::python {
+
+using namespace nb::literals;
+
+namespace {
+
+using Slices = std::vector<std::tuple<std::string, std::size_t, bool>>;
+using NamedNumels = std::vector<std::pair<std::string, std::size_t>>;
+using FloatArray = Array<const float>;
+
+class OwnedReducer;
+// Those of this process that may have a running thread. Guarded by the GIL.
+std::set<OwnedReducer*>& live_reducers() {
+  static std::set<OwnedReducer*> reducers;
+  return reducers;
+}
+
+/// A Reducer and the process that its thread lives in. After a fork the child has the object but not the thread, so
+/// there it is neither used nor destroyed.
+class OwnedReducer {
+ public:
+  OwnedReducer(ReducerOptions options, NamedNumels parameters, Communicator& communicator) : process_(getpid()) {
+    std::vector<Parameter> named;
+    named.reserve(parameters.size());
+    for (auto& [name, numel] : parameters) named.push_back({std::move(name), numel});
+    {
+      const nb::gil_scoped_release release;
+      reducer_ = std::make_unique<Reducer>(std::move(options), std::move(named), communicator);
+    }
+    live_reducers().insert(this);
+  }
+  OwnedReducer(const OwnedReducer&) = delete;
+  OwnedReducer& operator=(const OwnedReducer&) = delete;
+
+  ~OwnedReducer() {
+    live_reducers().erase(this);
+    if (getpid() != process_) {
+      static_cast<void>(reducer_.release());  // joining a thread that does not exist here would not return
+      return;
+    }
+    const nb::gil_scoped_release release;
+    reducer_.reset();
+  }
+
+  Reducer& operator*() const {
+    if (getpid() != process_) {
+      throw Error(ErrorCode::invalid_argument, "this reducer belongs to the process that made it, not to its fork");
+    }
+    return *reducer_;
+  }
+
+  void close() const {
+    if (getpid() == process_) reducer_->close();
+  }
+
+ private:
+  pid_t process_;
+  std::unique_ptr<Reducer> reducer_;
+};
+
+StepMode parse_mode(const std::string& mode) {
+  if (mode == "scheduled") return StepMode::scheduled;
+  if (mode == "dense") return StepMode::dense;
+  if (mode == "flush") return StepMode::flush;
+  throw Error(ErrorCode::invalid_argument, "mode is '" + mode + "', expected 'scheduled', 'dense' or 'flush'");
+}
+
+std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
+  using Code = nb::dlpack::dtype_code;
+  if (type.lanes != 1) return std::nullopt;
+  if (type.code == static_cast<std::uint8_t>(Code::Float) && type.bits == 32) return DType::f32;
+  if (type.code == static_cast<std::uint8_t>(Code::Float) && type.bits == 16) return DType::f16;
+  if (type.code == static_cast<std::uint8_t>(Code::Bfloat) && type.bits == 16) return DType::bf16;
+  return std::nullopt;
+}
+
+/// The view of a gradient array, or why there is none.
+std::variant<GradientView, std::string> view_of(const nb::ndarray<>& array) {
+  if (array.device_type() != nb::device::cpu::value) return "the gradient is not in host memory";
+  if (array.ndim() != 1) return "the gradient has " + std::to_string(array.ndim()) + " dimensions, expected 1";
+  if (array.shape(0) > 1 && array.stride(0) != 1) return "the gradient is not contiguous";
+  const std::optional<DType> dtype = dtype_of(array.dtype());
+  if (!dtype) return "the gradient's dtype is none of float32, float16 and bfloat16";
+  return GradientView{.data = array.data(), .numel = array.size(), .dtype = *dtype, .device = {}};
+}
+
+/// Calls back under the GIL with None or the error, then lets go of the gradient.
+Reducer::OnDone on_done(nb::object callback, const nb::ndarray<>& gradient) {
+  struct Held {
+    nb::object callback;
+    nb::ndarray<> gradient;
+  };
+  const std::shared_ptr<Held> held(new Held{std::move(callback), gradient}, [](Held* h) {
+    const nb::gil_scoped_acquire gil;
+    delete h;
+  });
+  return [held](const std::exception_ptr& error) {
+    const nb::gil_scoped_acquire gil;
+    if (held->callback.is_none()) return;
+    try {
+      held->callback(error ? to_python(error) : nb::none());
+    } catch (nb::python_error& e) {
+      e.discard_as_unraisable("thinwire: on_done of a reduction");
+    }
+  };
+}
+
+Work reduce(const OwnedReducer& self, Slices slices, const nb::ndarray<>& gradient, nb::object callback) {
+  Reducer& reducer = *self;
+  Bucket bucket;
+  bucket.slices.reserve(slices.size());
+  for (auto& [name, numel, has_gradient] : slices) bucket.slices.push_back({std::move(name), numel, has_gradient});
+  const auto view = view_of(gradient);
+  auto done = on_done(std::move(callback), gradient);
+  const nb::gil_scoped_release release;
+  if (const auto* reason = std::get_if<std::string>(&view)) return reducer.fail(*reason, std::move(done));
+  return reducer.reduce(std::move(bucket), std::get<GradientView>(view), std::move(done));
+}
+
+Work fail(const OwnedReducer& self, const std::string& reason, nb::object callback) {
+  Reducer& reducer = *self;
+  auto done = on_done(std::move(callback), {});
+  const nb::gil_scoped_release release;
+  return reducer.fail(reason, std::move(done));
+}
+
+nb::dict state(const OwnedReducer& self) {
+  ReducerState saved;
+  {
+    Reducer& reducer = *self;
+    const nb::gil_scoped_release release;
+    saved = reducer.state();
+  }
+  nb::dict residuals, velocities, result;
+  for (ParameterState& parameter : saved.parameters) {
+    const nb::str name(parameter.name.c_str());
+    residuals[name] = to_array(std::move(parameter.residual));
+    if (!parameter.velocity.empty()) velocities[name] = to_array(std::move(parameter.velocity));
+  }
+  result["step"] = saved.step;
+  result["residual"] = residuals;
+  result["velocity"] = velocities;
+  return result;
+}
+
+std::vector<float> values(nb::handle array, const std::string& what) {
+  FloatArray floats;
+  if (!nb::try_cast(array, floats, false)) {
+    throw Error(ErrorCode::invalid_argument,
+                what + " is not a contiguous one-dimensional float32 array in host memory");
+  }
+  return {floats.data(), floats.data() + floats.size()};
+}
+
+void load(const OwnedReducer& self, std::uint64_t step, const nb::dict& residual, const nb::dict& velocity) {
+  Reducer& reducer = *self;
+  ReducerState wanted;
+  wanted.step = step;
+  for (const auto& [key, array] : residual) {
+    const auto name = nb::cast<std::string>(key);
+    ParameterState parameter{name, values(array, "residual of '" + name + "'"), {}};
+    if (velocity.contains(key)) parameter.velocity = values(velocity[key], "velocity of '" + name + "'");
+    wanted.parameters.push_back(std::move(parameter));
+  }
+  for (const auto& [key, array] : velocity) {
+    if (!residual.contains(key)) {
+      throw Error(ErrorCode::invalid_argument, "a velocity without a residual: '" + nb::cast<std::string>(key) + "'");
+    }
+  }
+  const nb::gil_scoped_release release;
+  reducer.load(wanted);
+}
+
+nb::object copy_of(const OwnedReducer& self, const std::string& name,
+                   std::span<const float> (Residual::*which)(std::string_view) const) {
+  std::vector<float> copy;
+  {
+    Reducer& reducer = *self;
+    const nb::gil_scoped_release release;
+    const std::span<const float> found = (reducer.residual().*which)(name);
+    copy.assign(found.begin(), found.end());
+  }
+  return to_array(std::move(copy));
+}
+
+std::string describe(const StepStats& s) {
+  const nb::str format(
+      "StepStats(step={}, active={}, jobs={}, calls={}, bytes_sent={}, bytes_received={}, dense_bytes={}, "
+      "density={:.3g}, reason={!r})");
+  return nb::cast<std::string>(format.attr("format")(s.step, s.active, s.jobs, s.calls, s.bytes_sent, s.bytes_received,
+                                                     s.dense_bytes, s.density, s.reason));
+}
+
+void bind_stats(nb::module_& m) {
+  nb::class_<StepStats>(m, "StepStats", "What the last finished step did, on this rank. Bytes, seconds, elements.")
+      .def_ro("step", &StepStats::step)
+      .def_ro("dense", &StepStats::dense, "Every unit was dense.")
+      .def_ro("active", &StepStats::active, "At least one unit was sent sparsely.")
+      .def_ro("reason", &StepStats::reason, "Why active or why not, in words.")
+      .def_ro("jobs", &StepStats::jobs, "Buckets.")
+      .def_ro("calls", &StepStats::calls, "Communicator calls.")
+      .def_ro("bytes_sent", &StepStats::bytes_sent)
+      .def_ro("bytes_received", &StepStats::bytes_received)
+      .def_ro("dense_bytes", &StepStats::dense_bytes,
+              "What a dense f32 all-reduce of the same buckets would have sent.")
+      .def_ro("small_bytes_sent", &StepStats::small_bytes_sent,
+              "The part of bytes_sent due to always-dense parameters.")
+      .def_ro("entries_sent", &StepStats::entries_sent, "Of sparse units, free slots apart.")
+      .def_ro("sparse_numel", &StepStats::sparse_numel, "Elements of sparse units.")
+      .def_ro("density", &StepStats::density, "entries_sent / sparse_numel; 1 in a dense step.")
+      .def_ro("fallbacks", &StepStats::fallbacks, "Extra sweeps because a sampled bound was too high.")
+      .def_ro("non_finite", &StepStats::non_finite, "Some rank's gradient was not finite: the step is undone.")
+      .def_ro("residual_norm", &StepStats::residual_norm, "Norm of the residual, refreshed now and then.")
+      .def_ro("gradient_norm", &StepStats::gradient_norm, "Norm of the local gradient of the step residual_norm is of.")
+      .def_ro("select_seconds", &StepStats::select_seconds, "Accumulate and select, which are one pass.")
+      .def_ro("encode_seconds", &StepStats::encode_seconds, "Encode and settle.")
+      .def_ro("exchange_seconds", &StepStats::exchange_seconds, "In communicator calls, waiting for others included.")
+      .def_ro("decode_seconds", &StepStats::decode_seconds)
+      .def_ro("exposed_wait_seconds", &StepStats::exposed_wait_seconds, "That callers spent in Work.wait.")
+      .def("__repr__", &describe);
+}
+
+}  // namespace
+
+void close_reducers() {
+  const std::vector<OwnedReducer*> all(live_reducers().begin(), live_reducers().end());
+  const nb::gil_scoped_release release;
+  for (const OwnedReducer* reducer : all) reducer->close();
+}
+
+void bind_reducer(nb::module_& m) {
+  bind_stats(m);
+  const auto released = nb::call_guard<nb::gil_scoped_release>();
+
+  nb::class_<Work>(m, "Work", "The handle of one job.")
+      .def("wait", &Work::wait, released, "Waits until the mean is in the gradient. Raises the job's Error.")
+      .def("done", &Work::done, released);
+
+  nb::class_<OwnedReducer>(m, "Reducer", R"(Error-feedback compression of one model's gradients.
+
+    reducer.begin_step()
+    work = reducer.reduce([(name, numel, has_gradient), …], gradient)   # for each bucket, in one order on every rank
+    work.wait()                                                         # gradient now holds the mean over the ranks
+
+Jobs run in call order on a thread of the reducer's own. Call it from one thread at a time. If a step fails on any rank,
+every rank's jobs of that step and all later ones raise one Error that names the rank and the reason.)")
+      .def(nb::init<ReducerOptions, NamedNumels, Communicator&>(), "options"_a, "parameters"_a, "communicator"_a,
+           nb::keep_alive<1, 4>(),
+           nb::sig("def __init__(self, options: ReducerOptions, parameters: collections.abc.Sequence[tuple[str, int]], "
+                   "communicator: Communicator) -> None"),
+           "parameters: names and numels. Errors: invalid_argument for options out of range or a name given twice.")
+      .def(
+          "begin_step",
+          [](const OwnedReducer& self, const std::string& mode) {
+            const nb::gil_scoped_release release;
+            (*self).begin_step(parse_mode(mode));
+          },
+          "mode"_a = "scheduled",
+          nb::sig("def begin_step(self, mode: typing.Literal['scheduled', 'dense', 'flush'] = 'scheduled') -> None"),
+          R"(Ends the last step, waiting for its jobs, and starts the next one. All ranks give the same mode.
+
+"dense": send everything; "flush": average only what waits in the residuals, whatever the buffers hold.
+Errors: the error the last step ended with.)")
+      .def("reduce", &reduce, "slices"_a, "gradient"_a.noconvert(), "on_done"_a = nb::none(),
+           nb::sig("def reduce(self, slices: collections.abc.Sequence[tuple[str, int, bool]], gradient: object, "
+                   "on_done: collections.abc.Callable[[thinwire._errors.Error | None], None] | None = None) -> Work"),
+           R"(gradient <- mean over the ranks of what they send.
+
+slices: (name, numel, has_gradient) in buffer order. gradient: contiguous array [n] of f32, f16 or bf16 in host memory,
+used in place and kept alive until the job is done; not to be touched before. on_done runs on the reducer's thread.
+What is wrong with slices or gradient fails the job, on every rank.)")
+      .def("fail", &fail, "reason"_a, "on_done"_a = nb::none(),
+           nb::sig("def fail(self, reason: str, on_done: collections.abc.Callable[[thinwire._errors.Error | None], "
+                   "None] | None = None) -> Work"),
+           "A job that failed before it could be given to `reduce`: every rank's job of this number raises `reason`.")
+      .def(
+          "undo_step", [](const OwnedReducer& self) { (*self).undo_step(); }, released,
+          "Takes the sends of the last step back on this rank; its gradients stay accumulated.")
+      .def_prop_ro(
+          "step",
+          [](const OwnedReducer& self) {
+            const nb::gil_scoped_release release;
+            return (*self).step();
+          },
+          "Number of the current step, or of the next one before the first begin_step.")
+      .def_prop_ro(
+          "options", [](const OwnedReducer& self) { return (*self).options(); }, "A copy.")
+      .def(
+          "stats", [](const OwnedReducer& self) { return (*self).stats(); }, released,
+          "Of the last step; waits for its jobs.")
+      .def(
+          "residual",
+          [](const OwnedReducer& self, const std::string& name) { return copy_of(self, name, &Residual::residual); },
+          "name"_a, "A copy [numel] f32 of what waits; waits for the jobs of the step.")
+      .def(
+          "velocity",
+          [](const OwnedReducer& self, const std::string& name) { return copy_of(self, name, &Residual::velocity); },
+          "name"_a, "A copy [numel] f32, empty without momentum; waits for the jobs of the step.")
+      .def("state", &state, nb::sig("def state(self) -> dict[str, object]"),
+           R"(State as of the end of the last step: "step", and "residual" and "velocity" as f32 arrays by name.)")
+      .def("load", &load, "step"_a, "residual"_a, "velocity"_a,
+           nb::sig("def load(self, step: int, residual: dict[str, object], velocity: dict[str, object]) -> None"),
+           R"(Replaces the state of all parameters, between steps. Values are f32 arrays [numel].
+
+Errors: invalid_argument for an unknown, missing or doubled name, a wrong size or a non-finite value; then nothing is
+changed.)")
+      .def(
+          "set_velocity",
+          [](const OwnedReducer& self, const std::string& name, const FloatArray& velocity) {
+            const nb::gil_scoped_release release;
+            (*self).set_velocity(name, {velocity.data(), velocity.size()});
+          },
+          "name"_a, "velocity"_a.noconvert(), "Replaces one parameter's velocity [numel] f32. Before the first step.")
+      .def(
+          "close", [](const OwnedReducer& self) { self.close(); }, released,
+          "Waits for the jobs in the queue and stops the thread; further jobs raise. Idempotent.");
+
+  m.def(
+      "select",
+      [](const Selector& selector, const FloatArray& values, std::uint32_t seed) {
+        SparseGradient selected;
+        {
+          const nb::gil_scoped_release release;
+          const UnitSegment unit{values.data(), values.size(), 0};
+          select(selector, {&unit, 1}, seed, selected);
+        }
+        return nb::make_tuple(to_array(std::move(selected.indices)), to_array(std::move(selected.values)));
+      },
+      "selector"_a, "values"_a.noconvert(), "seed"_a = 0,
+      nb::sig("def select(selector: TopK | TrimmedTopK | HashedSlots, values: object, seed: int = 0) "
+              "-> tuple[object, object]"),
+      R"(What a selector would send of values [n] f32: indices [nnz] u32 and values [nnz] f32.
+
+Free slots of HashedSlots(layout="a") have index 0xFFFFFFFF and value 0.)");
+}
+
+}  // namespace thinwire::python

@@ -1,0 +1,71 @@
+"""Residual gradient compression for data-parallel training on thin networks.
+
+Each worker sends the few gradient entries that matter, keeps the rest in a residual, and sends them when they have
+grown. With PyTorch:
+
+    import thinwire.ddp
+
+    model = DistributedDataParallel(network)
+    thinwire.ddp.attach(model, thinwire.redsync(density=0.001), optimizer)
+
+``thinwire`` itself needs neither PyTorch nor NumPy; ``thinwire.ddp`` and ``thinwire.c10d`` need PyTorch 2.1 or newer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from ._errors import Error, ErrorCode
+from ._thinwire import (
+    Codec,
+    Communicator,
+    HashedSlots,
+    ParameterRule,
+    Reducer,
+    ReducerOptions,
+    Schedule,
+    StepStats,
+    TopK,
+    Traffic,
+    TrimmedTopK,
+    Work,
+    __version__,
+    dense,
+    dragonn,
+    make_thread_communicators,
+    redsync,
+    select,
+    top_k,
+)
+
+__all__ = [
+    "Codec",
+    "Communicator",
+    "Error",
+    "ErrorCode",
+    "HashedSlots",
+    "ParameterRule",
+    "Reducer",
+    "ReducerOptions",
+    "Schedule",
+    "StepStats",
+    "TopK",
+    "Traffic",
+    "TrimmedTopK",
+    "Work",
+    "__version__",
+    "dense",
+    "dragonn",
+    "make_thread_communicators",
+    "redsync",
+    "select",
+    "top_k",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Loads the parts that need PyTorch when they are asked for."""
+    if name in ("c10d", "ddp"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

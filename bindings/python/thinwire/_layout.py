@@ -1,0 +1,34 @@
+"""Between a parameter's shape and the flat order in which buckets and residuals hold its elements.
+
+DDP's buckets hold elements in the order in which the parameter lies in memory: for channels_last and transposed
+parameters that is not the logical order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie gap-free and once each in memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """A view of `flat` [numel], which is in bucket order, in the shape of the parameter `like`."""
+    if is_dense(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)
+
+
+def flatten(values: Tensor, like: Tensor) -> Tensor:
+    """A new f32 tensor [numel] with `values`, which have the shape of `like`, in bucket order."""
+    flat = torch.empty(like.numel(), dtype=torch.float32)
+    shaped(flat, like).copy_(values.detach())
+    return flat

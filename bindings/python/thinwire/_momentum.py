@@ -1,0 +1,273 @@
+"""Momentum, Nesterov and coupled weight decay of torch.optim.SGD, while thinwire does them.
+
+The velocity u <- m·u + g lives in the reducer, per rank. Coupled decay cannot go that way, since it is not part of any
+gradient that travels: the same on every rank, it has a momentum of its own, w <- m·w + wd·p, that is added to the mean
+before the optimizer steps. u + w is what SGD would keep as its momentum buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ._errors import Error, ErrorCode
+from ._layout import flatten, shaped
+from ._thinwire import ParameterRule, Reducer, ReducerOptions
+
+_KEY = "thinwire"  # where a parameter group remembers what was taken from it; travels with the optimizer's state_dict
+
+
+@dataclass
+class _Group:
+    """What was taken from one parameter group."""
+
+    index: int
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    members: list[tuple[str, Tensor]] = field(default_factory=list)  # reduced by thinwire, by name
+    outsiders: list[tuple[str, Tensor]] = field(default_factory=list)  # others, whose momentum is kept up here
+
+
+class Momentum:
+    """Takes momentum over from an SGD optimizer, and gives it back.
+
+    Args:
+        optimizer: any optimizer; one that is not SGD, or a reducer without error feedback, leaves nothing to take over.
+        names: names of the reduced parameters by id().
+        options: the caller's; momentum may be given there or in the optimizer, not in both.
+
+    Raises:
+        Error: invalid_argument for momentum in both places, or a dampening that is not 0.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], options: ReducerOptions) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._is_watched = isinstance(optimizer, SGD) and options.error_feedback
+        self._groups: list[_Group] = []
+        self._decay: dict[str, Tensor] = {}  # w, f32, in the parameter's shape
+        self._outside: dict[str, Tensor] = {}  # momentum buffers of outsiders, f32
+        self._skip_once = False
+        _refuse_two_momenta(optimizer, names, options)
+        if self._is_watched:
+            for index, group in enumerate(optimizer.param_groups):
+                self._plan(index, group)
+
+    def _plan(self, index: int, group: dict[str, Any]) -> None:
+        taken = group.get(_KEY) if group["momentum"] == 0 else None  # restored from a checkpoint
+        source = taken or group
+        members = [(self._names[id(p)], p) for p in group["params"] if id(p) in self._names]
+        if source["momentum"] == 0 or not members:
+            return
+        if group["dampening"] != 0:
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"parameter group {index} of the optimizer has dampening {group['dampening']}, which thinwire's "
+                "momentum does not have: set it to 0",
+            )
+        outsiders = [(f"{index}.{place}", p) for place, p in enumerate(group["params"]) if id(p) not in self._names]
+        self._groups.append(
+            _Group(
+                index,
+                float(source["momentum"]),
+                bool(source["nesterov"]),
+                float(source["weight_decay"]),
+                members,
+                outsiders,
+            )
+        )
+
+    def extend(self, options: ReducerOptions) -> ReducerOptions:
+        """A copy of the options with what was taken over."""
+        rules = [
+            ParameterRule(_escape(name), momentum=group.momentum, nesterov=group.nesterov)
+            for group in self._groups
+            for name, _ in group.members
+        ]
+        kinds = {(group.momentum, group.nesterov) for group in self._groups}
+        extended = copy.copy(options)
+        if len(rules) == len(self._names) and len(kinds) == 1:  # the ordinary case: one momentum for all
+            extended.momentum, extended.nesterov = kinds.pop()
+        else:
+            extended.rules = [*options.rules, *rules]
+        return extended
+
+    def take(self, reducer: Reducer) -> None:
+        """Sets the optimizer's own to 0; momentum buffers become the velocities of this rank."""
+        for taken in self._groups:
+            group = self._optimizer.param_groups[taken.index]
+            sign = _sign(group)
+            for name, parameter in taken.members:
+                buffer = self._pop_buffer(parameter)
+                if buffer is not None:
+                    reducer.set_velocity(name, flatten(buffer, parameter).mul_(sign))
+            for key, parameter in taken.outsiders:
+                buffer = self._pop_buffer(parameter)
+                if buffer is not None:
+                    self._outside[key] = buffer.detach().float().clone()
+            group[_KEY] = {
+                "momentum": taken.momentum,
+                "nesterov": taken.nesterov,
+                "weight_decay": taken.weight_decay,
+            }
+            group["momentum"], group["nesterov"], group["weight_decay"] = 0, False, 0
+
+    def give_back(self, velocities: Mapping[str, Tensor] | None) -> None:
+        """Restores the optimizer. velocities: mean over the ranks by name, flat f32; None drops the momentum so far."""
+        for taken in self._groups:
+            group = self._optimizer.param_groups[taken.index]
+            group.pop(_KEY, None)
+            group["momentum"], group["nesterov"] = taken.momentum, taken.nesterov
+            group["weight_decay"] = taken.weight_decay
+            for name, parameter in taken.members:
+                if velocities is None or name not in velocities:
+                    continue
+                buffer = shaped(velocities[name], parameter) * _sign(group)
+                if name in self._decay:
+                    buffer += self._decay[name]
+                self._optimizer.state[parameter]["momentum_buffer"] = buffer.to(parameter.dtype)
+            for key, parameter in taken.outsiders:
+                if key in self._outside:
+                    self._optimizer.state[parameter]["momentum_buffer"] = self._outside[key].to(parameter.dtype)
+
+    def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The optimizer's step pre-hook: adds decay momentum to the means.
+
+        Raises:
+            Error: invalid_argument if the optimizer has a momentum or a decay of its own again; unsupported for a fused
+                optimizer that unscales gradients itself.
+        """
+        self._refuse_own_momentum()
+        if self._skip_once:
+            self._skip_once = False
+            return None
+        if not any(group.weight_decay or group.outsiders for group in self._groups):
+            return None
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise Error(
+                ErrorCode.unsupported,
+                "an SGD optimizer with fused=True unscales gradients after thinwire has added weight decay: "
+                "use fused=False with a gradient scaler",
+            )
+        # args[0] is the optimizer. A closure computes the gradients inside the step.
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._after(args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._after(kwargs["closure"])}
+        self._adjust()
+        return None
+
+    def skip_once(self) -> None:
+        """The next step takes what was flushed and nothing else: no decay, since no gradient came with it."""
+        self._skip_once = True
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the decay momentum by parameter name, and of the momentum of parameters outside the model."""
+        return {
+            "decay_momentum": {name: w.clone() for name, w in self._decay.items()},
+            "outside_momentum": {key: b.clone() for key, b in self._outside.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The counterpart of `state_dict`."""
+        shapes = {name: p.shape for group in self._groups for name, p in group.members + group.outsiders}
+        loaded = []
+        for what in ("decay_momentum", "outside_momentum"):
+            for name, values in state[what].items():
+                if name not in shapes or values.shape != shapes[name]:
+                    raise Error(
+                        ErrorCode.invalid_argument, f"the saved {what} of '{name}' fits no parameter of the optimizer"
+                    )
+            loaded.append({name: values.detach().float().clone() for name, values in state[what].items()})
+        self._decay, self._outside = loaded
+
+    def _pop_buffer(self, parameter: Tensor) -> Tensor | None:
+        state = self._optimizer.state.get(parameter)
+        return None if state is None else state.pop("momentum_buffer", None)
+
+    def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def wrapped() -> Any:
+            loss = closure()
+            self._adjust()
+            return loss
+
+        return wrapped
+
+    @torch.no_grad()
+    def _adjust(self) -> None:
+        for taken in self._groups:
+            m, wd = taken.momentum, taken.weight_decay
+            sign = _sign(self._optimizer.param_groups[taken.index])
+            for name, p in taken.members:
+                if wd == 0 or p.grad is None:
+                    continue
+                w = self._decay.get(name)
+                if w is None:
+                    w = self._decay[name] = torch.zeros_like(p, dtype=torch.float32)
+                w.mul_(m).add_(p, alpha=wd)
+                p.grad.add_(torch.add(w * m, p, alpha=wd) if taken.nesterov else w, alpha=sign)
+            for key, p in taken.outsiders:
+                if p.grad is None:
+                    continue
+                addend = torch.add(p.grad.float() * sign, p, alpha=wd)
+                b = self._outside.get(key)
+                b = self._outside[key] = addend.clone() if b is None else b.mul_(m).add_(addend)
+                p.grad.copy_((torch.add(addend, b, alpha=m) if taken.nesterov else b) * sign)
+
+    def _refuse_own_momentum(self) -> None:
+        if not self._is_watched:
+            return
+        taken = {group.index for group in self._groups}
+        for index, group in enumerate(self._optimizer.param_groups):
+            if group["momentum"] != 0 and any(id(p) in self._names for p in group["params"]):
+                raise Error(
+                    ErrorCode.invalid_argument,
+                    f"parameter group {index} of the optimizer has momentum {group['momentum']}, but thinwire took "
+                    "momentum over when it was attached, and an optimizer that keeps its own momentum would apply it "
+                    "twice: load optimizer states before attach(), and switch cycle_momentum off in schedulers",
+                )
+            if index in taken and group["weight_decay"] != 0:
+                raise Error(
+                    ErrorCode.invalid_argument,
+                    f"parameter group {index} of the optimizer has weight_decay {group['weight_decay']}, but thinwire "
+                    "took its decay over together with momentum: detach() before changing it",
+                )
+
+
+def _sign(group: dict[str, Any]) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+def _escape(name: str) -> str:
+    """A pattern that matches this name only."""
+    return "".join("\\" + c if c in "*?\\" else c for c in name)
+
+
+def _refuse_two_momenta(optimizer: Optimizer, names: Mapping[int, str], options: ReducerOptions) -> None:
+    wanted = options.momentum or max((rule.momentum or 0.0 for rule in options.rules), default=0.0)
+    if wanted == 0:
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        if not any(id(p) in names for p in group["params"]):
+            continue
+        own = group.get("momentum") or group.get(_KEY, {}).get("momentum") or group.get("betas")
+        if own:
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"the options have momentum {wanted}, and the optimizer keeps its own momentum ({own} in parameter "
+                f"group {index}): give momentum to one of the two",
+            )
+        if isinstance(optimizer, SGD) and group["weight_decay"] != 0:
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"the options have momentum {wanted}, and parameter group {index} of the optimizer has weight_decay "
+                f"{group['weight_decay']}, which needs the same momentum: set momentum in the optimizer instead, and "
+                "thinwire takes both over",
+            )

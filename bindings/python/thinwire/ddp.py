@@ -1,0 +1,283 @@
+"""thinwire under torch.nn.parallel.DistributedDataParallel.
+
+    handle = thinwire.ddp.attach(model, thinwire.redsync(density=0.001), optimizer)
+
+and the rest of the training script stays as it is. Where a framework registers hooks itself, give it the pair
+``HookState(...)`` and ``hook``.
+
+Momentum belongs to thinwire: what ``torch.optim.SGD`` has of momentum, Nesterov and (where there is momentum) weight
+decay is taken over from the optimizer and given back by ``detach()``. Learning rates and everything else stay with the
+optimizer and may change at any time. Other optimizers, Adam among them, keep all they have.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
+
+import atexit
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ._engine import Engine, named
+from ._errors import Error, ErrorCode
+from ._thinwire import ReducerOptions, StepStats
+from .c10d import TorchCommunicator
+
+__all__ = ["Handle", "HookState", "attach", "hook"]
+
+_Timeout = timedelta | float | None
+
+
+class HookState:
+    """The state of one model's communication hook, for ``model.register_comm_hook(HookState(...), hook)``.
+
+    It holds a process group of its own and a thread that reduces one bucket after the other. Every rank makes it at the
+    same point of the program, with the same options.
+
+    Args:
+        options: how to reduce.
+        named_parameters: names and parameters of the model, as ``model.named_parameters()`` gives them. Residuals
+            belong to names: ``module.`` and ``_orig_mod.`` are stripped, and a tied parameter counts once.
+        optimizer: whose momentum is taken over if it is SGD. None: the caller sees to it that no optimizer applies
+            momentum to means that already have it.
+        process_group: the ranks that take part; the default group unless given.
+        timeout: longest wait for another rank, as timedelta or in seconds; the backend's default unless given.
+
+    Raises:
+        Error: invalid_argument for options out of range, a parameter of another type than float32, float16 and bfloat16
+            (by name), momentum both in the options and in the optimizer, an optimizer with dampening, no process group;
+            unsupported for a parameter that is not in host memory or a backend that does not reach it.
+    """
+
+    def __init__(
+        self,
+        options: ReducerOptions,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        optimizer: Optimizer | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: _Timeout = None,
+    ) -> None:
+        self._clear()
+        self._parameters = named(named_parameters)
+        self._process_group = process_group
+        self.attach(options, optimizer, timeout)
+
+    def attach(self, options: ReducerOptions, optimizer: Optimizer | None = None, timeout: _Timeout = None) -> None:
+        """Attaches again after `detach`, on every rank. Residuals start at zero. Arguments and errors: as above."""
+        if self._engine is not None:
+            raise Error(ErrorCode.invalid_argument, "thinwire is attached already: detach() first")
+        if not isinstance(options, ReducerOptions):
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"options is a {type(options).__name__}, expected ReducerOptions such as thinwire.redsync()",
+            )
+        self._engine = Engine(options, self._parameters, _unwrap(optimizer), lambda: self._connect(timeout))
+        _attached.add(self)
+
+    def detach(self) -> None:
+        """Stops reducing: from now on the hook averages densely, as DDP does by itself. Every rank calls it.
+
+        SGD gets momentum, Nesterov and weight decay back, and the mean of the ranks' velocities as its momentum buffer.
+        What still waits in the residuals is dropped: `flush` first to keep it. Without effect if detached already.
+
+        Raises:
+            Error: timeout or remote if the other ranks do not come; the optimizer has its settings back all the same.
+        """
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.release()
+
+    def flush(self) -> None:
+        """Averages over the ranks what waits in the residuals, into each parameter's `grad`. Every rank calls it.
+
+        Afterwards the residuals are zero. The caller goes on with ``optimizer.step()``; with SGD that step applies what
+        was flushed and no weight decay of the momentum's. For the end of training, before an evaluation or `detach`.
+        An adaptive optimizer such as Adam takes the small rest for a whole gradient; lower its rate, or leave it out.
+
+        Raises:
+            Error: what ended the last step; timeout or remote if the other ranks do not come.
+        """
+        self._attached().flush()
+
+    def stats(self) -> StepStats:
+        """What the last step did, on this rank."""
+        return self._attached().stats()
+
+    def report(self) -> str:
+        """The last step in a line of words."""
+        s = self.stats()
+        saved = f", {s.dense_bytes / s.bytes_sent:.0f} times less than dense" if s.active and s.bytes_sent else ""
+        return (
+            f"step {s.step}: {'sparse' if s.active else 'dense'} ({s.reason}); {s.jobs} buckets, {s.calls} calls, "
+            f"{s.bytes_sent / 1e3:.1f} kB sent{saved}; density {s.density:.3%}"
+        )
+
+    @property
+    def step(self) -> int:
+        """Number of the current step, or of the next one before the first."""
+        return self._attached().reducer.step
+
+    @property
+    def options(self) -> ReducerOptions:
+        """A copy of the options in force, with the momentum that was taken over."""
+        return self._attached().reducer.options
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the step number; residuals and velocities by parameter name, f32 [numel] in memory order;
+        the momentum of weight decay in the parameters' shapes. Tensors and plain types only: ``torch.load`` takes it
+        with ``weights_only=True``.
+
+        Each rank saves its own: put the rank into the file name, or into the key with torch.distributed.checkpoint,
+        which drops what it takes for a copy. Save the optimizer and the model beside it.
+        """
+        return self._attached().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned on the same rank of as many ranks. Between steps.
+
+        Raises:
+            Error: invalid_argument for the state of another rank or world size, or names and sizes that do not match;
+                then nothing is changed.
+        """
+        self._attached().load_state_dict(state)
+
+    def close(self) -> None:
+        """Waits for what is queued and stops the thread, without a word to other ranks or to the optimizer.
+
+        Called at interpreter exit. In a forked child, where the thread does not exist, it does nothing.
+        """
+        if os.getpid() != self._process:
+            return
+        engine, self._engine, self._communicator = self._engine, None, None
+        if engine is not None:
+            engine.close()
+
+    def _connect(self, timeout: _Timeout) -> TorchCommunicator:
+        """The communicator, that of the last time if it still serves: process groups are not easily given back."""
+        known = self._communicator
+        if known is None or known.dead or timeout != self._timeout:
+            known = self._communicator = TorchCommunicator(self._process_group, timeout)
+            self._timeout = timeout
+        return known
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._engine is None:
+            return allreduce_hook(self._process_group, bucket)
+        return self._engine.reduce(bucket)
+
+    def _attached(self) -> Engine:
+        if self._engine is None:
+            raise Error(ErrorCode.invalid_argument, "thinwire is not attached to this model: attach() first")
+        return self._engine
+
+    def _clear(self) -> None:
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._process_group: dist.ProcessGroup | None = None
+        self._timeout: _Timeout = None
+        self._communicator: TorchCommunicator | None = None
+        self._engine: Engine | None = None
+        self._process = os.getpid()
+
+    # DDP models are copied and pickled with the states of their hooks. Threads and process groups do not travel.
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._clear()
+
+
+Handle = HookState
+
+
+def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: ``model.register_comm_hook(state, thinwire.ddp.hook)``.
+
+    The future holds the bucket's own buffer with the mean over the ranks in it.
+    """
+    return state._reduce(bucket)
+
+
+def attach(
+    model: nn.Module,
+    options: ReducerOptions,
+    optimizer: Optimizer | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: _Timeout = None,
+) -> Handle:
+    """Makes a DDP model reduce its gradients by thinwire. Every rank calls it at the same point, between steps.
+
+    Args:
+        model: a DistributedDataParallel, or torch.compile's wrapper around one.
+        options: how to reduce, for example ``thinwire.redsync(density=0.001)``.
+        optimizer, process_group, timeout: as in HookState; the process group is the model's unless given.
+
+    Returns:
+        A handle with detach(), flush(), stats(), state_dict() and load_state_dict(). It may be dropped: the model keeps
+        it. After ``handle.detach()`` the model may be attached again, and gives the same handle.
+
+    Raises:
+        Error: as HookState; invalid_argument for a model that is not DDP or that has a communication hook already, and
+            for embeddings with sparse gradients.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        raise Error(
+            ErrorCode.invalid_argument,
+            f"the model is a {type(model).__name__}, expected a DistributedDataParallel: wrap it before attach()",
+        )
+    _refuse_sparse_gradients(inner.module)
+    known = _handles.get(inner)
+    if known is not None:
+        if process_group not in (None, known._process_group):
+            known._process_group, known._communicator = process_group, None
+        known.attach(options, optimizer, timeout)
+        return known
+
+    ignored = getattr(inner, "parameters_to_ignore", ())
+    parameters = ((name, p) for name, p in inner.module.named_parameters() if name not in ignored)
+    handle = HookState(options, parameters, optimizer, process_group or inner.process_group, timeout)
+    try:
+        inner.register_comm_hook(handle, hook)
+    except RuntimeError as error:
+        handle.detach()
+        raise Error(
+            ErrorCode.invalid_argument,
+            "the model has a communication hook already, and DDP takes only one: attach thinwire instead of it",
+        ) from error
+    _handles[inner] = handle
+    return handle
+
+
+_handles: "weakref.WeakKeyDictionary[DistributedDataParallel, HookState]" = weakref.WeakKeyDictionary()
+_attached: "weakref.WeakSet[HookState]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for state in list(_attached):
+        state.close()
+
+
+def _refuse_sparse_gradients(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            path = f"{name}.weight" if name else "weight"
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"parameter '{path}' has sparse (COO) gradients, thinwire reduces dense ones: make the embedding with "
+                "sparse=False",
+            )
+
+
+def _unwrap(optimizer: Optimizer | None) -> Optimizer | None:
+    """The optimizer inside wrappers that keep it under that name, such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrap(inner) if isinstance(inner, Optimizer) else optimizer
