@@ -1,0 +1,249 @@
+// select.h: every selector, on every case and SIMD target, against the slow ones of reference/selection.h.
+#include "thinwire/select.h"
+
+#include <limits>
+#include <set>
+
+#include "cases.h"
+#include "helpers.h"
+#include "reference/selection.h"
+
+namespace thinwire::test {
+namespace {
+
+::testing::AssertionResult same_entries(const SparseGradient& actual, const SparseGradient& expected) {
+  if (actual.values.size() != actual.indices.size())
+    return ::testing::AssertionFailure() << "as many values as indices";
+  for (std::size_t j = 0; j < std::min(actual.nnz(), expected.nnz()); ++j)
+    if (actual.indices[j] != expected.indices[j])
+      return ::testing::AssertionFailure()
+             << "entry " << j << " has index " << actual.indices[j] << " instead of " << expected.indices[j];
+  if (actual.nnz() != expected.nnz())
+    return ::testing::AssertionFailure() << actual.nnz() << " entries instead of " << expected.nnz();
+  if (actual.hashed_order != expected.hashed_order)
+    return ::testing::AssertionFailure() << "hashed_order is " << actual.hashed_order;
+  if (actual.hash_seed != expected.hash_seed)
+    return ::testing::AssertionFailure() << "hash_seed is " << actual.hash_seed;
+  return same_bits(actual.values, expected.values);
+}
+
+/// The unit in pieces of odd sizes, with gaps between them; `offset` is that of the first.
+std::vector<UnitSegment> in_pieces(std::span<const float> values, std::uint32_t offset) {
+  std::vector<UnitSegment> unit;
+  for (std::size_t begin = 0, length = 1; begin < values.size(); begin += length, length = 2 * length + 5) {
+    length = std::min(length, values.size() - begin);
+    unit.push_back({values.data() + begin, length, offset});
+    offset += static_cast<std::uint32_t>(length + 3);
+  }
+  return unit;
+}
+
+/// begin, collect in uneven blocks, finish; `peeked` tells which elements were sampled.
+SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitView unit, std::uint32_t seed,
+                         std::set<std::pair<std::size_t, std::size_t>>* peeked = nullptr) {
+  selection.begin(selector, unit, seed, [&](std::size_t segment, std::size_t begin, std::size_t count, float* out) {
+    std::copy_n(unit[segment].values + begin, count, out);
+    for (std::size_t i = 0; peeked != nullptr && i < count; ++i) peeked->insert({segment, begin + i});
+  });
+  for (const UnitSegment& segment : unit)
+    for (std::size_t begin = 0, length = 0; begin < segment.numel; begin += length) {
+      length = std::min<std::size_t>({segment.numel - begin, 4096, begin % 2 == 0 ? 37 + begin : 4096});
+      selection.collect(segment.values + begin, length, segment.offset + static_cast<std::uint32_t>(begin));
+    }
+  SparseGradient out;
+  selection.finish(out);
+  return out;
+}
+
+void check(const Selector& selector, const Case& c, std::span<const float> values, Selection& reused) {
+  SCOPED_TRACE(::testing::Message() << to_string(selector) << " on " << c);
+  const std::vector<UnitSegment> whole = {{values.data(), values.size(), 0}};
+  const SparseGradient expected = reference::select(selector, whole, c.seed);
+  SparseGradient out{{1, 2}, {3.0f, 4.0f}, true, 5};  // leftovers must not matter
+  select(selector, whole, c.seed, out);
+  ASSERT_TRUE(same_entries(out, expected));
+  ASSERT_LE(out.nnz(), capacity(selector, c.numel));
+
+  const std::vector<UnitSegment> pieces = in_pieces(values, 11);
+  const SparseGradient expected_pieces = reference::select(selector, pieces, c.seed);
+  select(selector, pieces, c.seed, out);
+  ASSERT_TRUE(same_entries(out, expected_pieces)) << "in pieces";
+  ASSERT_TRUE(same_entries(by_blocks(reused, selector, pieces, c.seed), expected_pieces)) << "block by block";
+}
+
+TEST(Select, AgreesWithTheOracleOnEveryTarget) {
+  on_every_target([] {
+    Selection reused;
+    for (const Case& c : small_cases()) {
+      const std::vector<float> values = c.values();
+      for (const double density : kDensities)
+        for (const Selector& selector : selectors(density)) check(selector, c, values, reused);
+    }
+  });
+}
+
+TEST(Select, AgreesWithTheOracleOnLargeUnits) {
+  Selection reused;
+  for (const Case& c : large_cases()) {
+    const std::vector<float> values = c.values();
+    for (const Selector& selector : selectors(c.numel > 1'000'000 ? 0.001 : 0.01)) check(selector, c, values, reused);
+  }
+}
+
+// The contract without the oracle: so many, ascending, no zeros, the larger magnitudes, ties to smaller indices.
+TEST(Select, ExactSelectorsReturnTheLargestMagnitudes) {
+  for (const Case& c : small_cases())
+    for (const double density : kDensities)
+      for (const Selector& selector : selectors(density)) {
+        if (!is_exact(selector)) continue;
+        const std::vector<float> values = c.values();
+        const UnitSegment unit{values.data(), values.size(), 0};
+        SparseGradient out;
+        select(selector, {&unit, 1}, 0, out);
+        std::vector<bool> taken(c.numel, false);
+        for (std::size_t j = 0; j < out.nnz(); ++j) {
+          ASSERT_TRUE(j == 0 || out.indices[j - 1] < out.indices[j]);
+          ASSERT_EQ(bits_of(out.values[j]), bits_of(values[out.indices[j]]));
+          taken[out.indices[j]] = true;
+        }
+        const auto nonzeros = std::size_t(std::count_if(values.begin(), values.end(), [](float v) { return v != 0; }));
+        ASSERT_EQ(out.nnz(), std::min(target_count(selector, c.numel), nonzeros)) << c;
+        std::size_t last_taken = 0, first_left = c.numel;
+        float least_taken = HUGE_VALF, most_left = 0;
+        for (std::size_t i = 0; i < c.numel; ++i) {
+          const float magnitude = std::fabs(values[i]);
+          if (taken[i] && magnitude <= least_taken) least_taken = magnitude, last_taken = i;
+          if (!taken[i] && magnitude > most_left) most_left = magnitude, first_left = i;
+        }
+        ASSERT_TRUE(least_taken > most_left || (least_taken == most_left && last_taken < first_left) || out.nnz() == 0)
+            << c;
+        ASSERT_TRUE(out.nnz() == 0 || least_taken > 0);
+      }
+}
+
+TEST(Select, AllEqualTakesTheFirst) {
+  const std::vector<float> values(1000, -0.375f);
+  const UnitSegment unit{values.data(), values.size(), 40};
+  for (const Selector& selector : {Selector(TopK{0.01}), Selector(TrimmedTopK{0.01, 0.2})}) {
+    SparseGradient out;
+    select(selector, {&unit, 1}, 0, out);
+    EXPECT_EQ(out.indices, (std::vector<std::uint32_t>{40, 41, 42, 43, 44, 45, 46, 47, 48, 49})) << to_string(selector);
+  }
+}
+
+TEST(Select, FirstAndLastElementCanBeSent) {
+  for (const std::size_t numel :
+       {std::size_t{1}, std::size_t{2}, std::size_t{130}, std::size_t{4097}, std::size_t{20'000}})
+    for (const double density : {0.001, 0.01, 1.0})
+      for (const Selector& selector : selectors(density))
+        for (const std::size_t place : {std::size_t{0}, numel - 1}) {
+          std::vector<float> values = dyadic_values(numel, 9, 1.0f / 4096);
+          values[place] = -1.0f;  // by far the largest: wins its slot whatever the seed
+          const UnitSegment unit{values.data(), numel, 0};
+          SparseGradient out;
+          select(selector, {&unit, 1}, 3, out);
+          const auto at = std::find(out.indices.begin(), out.indices.end(), place);
+          ASSERT_NE(at, out.indices.end()) << to_string(selector) << ", element " << place << " of " << numel;
+          EXPECT_EQ(out.values[std::size_t(at - out.indices.begin())], -1.0f);
+        }
+}
+
+// Zeros of both signs among few others, and units of nothing but them.
+TEST(Select, NeverSendsZeros) {
+  std::vector<float> values(5000, 0.0f);
+  for (std::size_t i = 0; i < values.size(); i += 2) values[i] = -0.0f;
+  for (const std::size_t nonzeros : {0, 1, 3})
+    for (const Selector& selector : selectors(0.1)) {
+      for (std::size_t i = 0; i < nonzeros; ++i) values[1700 * i] = float(i + 1) * 1e-40f;
+      const UnitSegment unit{values.data(), values.size(), 0};
+      SparseGradient out;
+      select(selector, {&unit, 1}, 1, out);
+      const auto sent =
+          std::size_t(std::count_if(out.values.begin(), out.values.end(), [](float v) { return v != 0; }));
+      const auto real =
+          std::size_t(std::count_if(out.indices.begin(), out.indices.end(), [](auto i) { return i != kEmptySlot; }));
+      EXPECT_EQ(sent, real);
+      EXPECT_LE(sent, nonzeros);
+      EXPECT_TRUE(sent == nonzeros || !is_exact(selector));
+    }
+}
+
+#ifndef THINWIRE_SMALL_TESTS
+// A bound estimated from a sample is too high if the large values stand where the sample looks: then it must be lowered.
+TEST(Select, IsExactWhenTheSampleLies) {
+  constexpr std::size_t kNumel = 150'000;
+  std::vector<float> values = make_values(Distribution::normal, kNumel, 5);
+  const UnitSegment unit{values.data(), kNumel, 0};
+  Selection selection;
+  std::set<std::pair<std::size_t, std::size_t>> peeked;
+  by_blocks(selection, TopK{0.01}, {&unit, 1}, 8, &peeked);
+  EXPECT_EQ(selection.fallbacks(), 0u);
+  ASSERT_GT(peeked.size(), 1500u);
+  ASSERT_LT(peeked.size(), kNumel / 2);
+  for (const bool all_of_them : {false, true}) {
+    float value = 100.0f;  // either just enough to lead the first bound astray, or each that is looked at
+    std::size_t taken = 0;
+    for (const auto& [segment, i] : peeked)
+      if (all_of_them || taken++ < 800) values[i] = value += 0.25f;
+    const SparseGradient out = by_blocks(selection, TopK{0.01}, {&unit, 1}, 8);
+    EXPECT_TRUE(same_entries(out, reference::top_k({&unit, 1}, 0.01)));
+    EXPECT_GT(selection.fallbacks(), 0u);
+  }
+}
+#endif
+
+TEST(Select, SizesFollowDensity) {
+  EXPECT_EQ(target_count(TopK{0.001}, 0), 0u);
+  EXPECT_EQ(target_count(TopK{0.001}, 1), 1u);
+  EXPECT_EQ(target_count(TopK{0.001}, 1499), 1u);
+  EXPECT_EQ(target_count(TopK{0.001}, 1500), 2u);
+  EXPECT_EQ(target_count(TrimmedTopK{0.1, 0.2}, 4097), 410u);
+  EXPECT_EQ(target_count(HashedSlots{1.0}, 4097), 4097u);
+  for (const std::size_t numel : kSizes)
+    for (const double density : kDensities) {
+      const std::size_t k = reference::target_count(density, numel);
+      EXPECT_EQ(capacity(TopK{density}, numel), k);
+      EXPECT_EQ(capacity(TrimmedTopK{density, 0.2}, numel), k);
+      EXPECT_EQ(capacity(HashedSlots{density, HashedSlots::Layout::a}, numel), k);
+      const std::size_t b = capacity(HashedSlots{density, HashedSlots::Layout::b}, numel);
+      EXPECT_LE(b, static_cast<std::size_t>(std::ceil(1.25 * double(k))));
+      EXPECT_GE(b, std::min(k + k / 4, numel));
+    }
+}
+
+TEST(Select, PrintsAndCompares) {
+  EXPECT_EQ(to_string(Selector(TopK{0.001})), "top_k(density=0.001)");
+  EXPECT_EQ(to_string(Selector(TrimmedTopK{0.01, 0.25})), "trimmed_top_k(density=0.01, epsilon=0.25)");
+  EXPECT_EQ(to_string(Selector(HashedSlots{0.001, HashedSlots::Layout::b, 0.01})),
+            "hashed_slots(density=0.001, layout=b, sample_fraction=0.01)");
+  EXPECT_EQ(to_string(Selector(HashedSlots{0.5, HashedSlots::Layout::a, 1.0})),
+            "hashed_slots(density=0.5, layout=a, sample_fraction=1)");
+  EXPECT_EQ(Selector(TopK{0.1}), Selector(TopK{0.1}));
+  EXPECT_NE(Selector(TopK{0.1}), Selector(TopK{0.2}));
+  EXPECT_NE(Selector(TopK{0.1}), Selector(TrimmedTopK{0.1}));
+  EXPECT_EQ(density(Selector(HashedSlots{0.25})), 0.25);
+}
+
+TEST(Select, RefusesValuesOutOfRangeByName) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  std::vector<std::pair<Selector, std::string>> bad;
+  for (const double density : {0.0, -0.1, 1.0001, nan, HUGE_VAL})
+    for (const Selector& selector : selectors(density)) bad.emplace_back(selector, "density");
+  for (const double epsilon : {0.0, 1.0, -0.2, nan}) bad.emplace_back(TrimmedTopK{0.01, epsilon}, "epsilon");
+  for (const double fraction : {0.0, 1.5, -0.2, nan})
+    bad.emplace_back(HashedSlots{0.01, HashedSlots::Layout::b, fraction}, "sample_fraction");
+  const float value = 1.0f;
+  const UnitSegment unit{&value, 1, 0};
+  for (const auto& [selector, word] : bad) {
+    SparseGradient out;
+    EXPECT_TRUE(says(error_of([&, s = selector] { validate(s); }), ErrorCode::invalid_argument, {word}));
+    EXPECT_TRUE(says(error_of([&, s = selector] {
+                       select(s, {&unit, 1}, 0, out);
+                     }),
+                     ErrorCode::invalid_argument, {word}));
+  }
+  for (const Selector& selector : selectors(1.0)) EXPECT_NO_THROW(validate(selector));
+}
+
+}  // namespace
+}  // namespace thinwire::test
