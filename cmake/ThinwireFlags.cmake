@@ -6,6 +6,9 @@ add_library(thinwire_flags INTERFACE)
 target_compile_options(thinwire_flags INTERFACE -ffp-contract=off)
 
 target_compile_options(thinwire_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  target_compile_options(thinwire_flags INTERFACE -Wno-restrict)  # GCC bug 105651: false alarm on std::string's operator+
+endif()
 if(THINWIRE_WERROR)
   target_compile_options(thinwire_flags INTERFACE -Werror)
 endif()
