@@ -7,7 +7,7 @@ from typing import Any
 
 Run = dict[str, Any]  # one entry of what fashion_mnist.py writes
 
-LABELS = {"dense": "dense", "redsync": "RedSync", "dragonn": "DRAGONN", "no error feedback": "no error feedback"}
+LABELS = {"redsync": "RedSync", "dragonn": "DRAGONN", "no error feedback": "no error feedback"}
 COLOURS = {"dense": "#333333", "redsync": "#0072b2", "dragonn": "#d98200", "no error feedback": "#c23b75"}
 NETWORKS = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9}
 LATENCY = 50e-6  # seconds of one message round
@@ -55,9 +55,9 @@ def headings() -> list[tuple[str, str]]:
     return [
         ("", "method"),
         ("test", "accuracy"),
-        ("sent per step", "and rank"),
+        ("sent a step", "and rank"),
         ("of", "dense"),
-        ("compression", "per step"),
+        ("compress", "a step"),
         *step_times,
     ]
 
@@ -68,7 +68,7 @@ def cells(row: Run) -> list[str]:
         label(row),
         f"{row['test_accuracy']:.2f} %",
         f"{row['bytes_sent_per_step'] / 1e3:,.1f} kB",
-        f"{share_of_dense(row):.2f} %",
+        f"{share_of_dense(row):.3g} %",
         "–" if row["method"] == "dense" else f"{row['compress_ms']:.2f} ms",
         *(f"{value:.1f} ms" for value in row["computed_step_ms"].values()),
     ]
@@ -95,7 +95,7 @@ def footnotes(rows: list[Run]) -> list[str]:
         "Bytes sent is their mean over the sparse steps, counted at the communicator; the "
         f"{sparse['dense_steps']} dense steps at the start come on top. For dense it is 2(P−1)/P·4n, as a ring "
         "all-reduce sends.",
-        "Compression is accumulate, select, encode and decode: the median of the sparse steps, while all ranks share "
+        "Compress is accumulate, select, encode and decode: the median of the sparse steps, while all ranks share "
         "this machine's cores.",
     ]
 
@@ -149,8 +149,10 @@ def plot(runs: list[Run], folder: Path) -> list[Path]:
 
 
 def window_means(values: list[float], width: int) -> tuple[list[float], list[float]]:
-    """Means of adjoining windows, and the steps at the windows' middles."""
+    """Means of adjoining windows and the steps at their middles, without a last one of less than half the width."""
     windows = [values[begin : begin + width] for begin in range(0, len(values), width)]
+    if len(windows) > 1 and 2 * len(windows[-1]) < width:
+        windows.pop()
     middles = [width * i + len(window) / 2 for i, window in enumerate(windows)]
     return middles, [sum(window) / len(window) for window in windows]
 
