@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "codec/wire.h"
 #include "core/check.h"
 #include "core/float16.h"
 #include "core/hash.h"
@@ -193,6 +194,8 @@ std::vector<Payload> Pipeline::validate_all(const Job& job, std::span<const std:
   for (std::size_t r = 0; r * block < blocks.size(); ++r) {
     try {
       payloads.push_back(validate(blocks.subspan(r * block, block), job.gradient.numel));
+      if (payloads.back().header.flags != 0)
+        throw Error(ErrorCode::corrupt_payload, "a header alone where a payload was due", wire::kFlags);
     } catch (const Error& error) {
       throw Error(error.code(), "from rank " + std::to_string(r) + ": " + error.what(), error.position());
     }
