@@ -15,7 +15,7 @@ demo: python  ## train on Fashion-MNIST over 4 processes: dense, RedSync, DRAGON
 	$(PYTHON) examples/demo.py
 
 test:  ## format, lint, C++ and Python tests, sanitizers, install test, short demo; about 20 minutes the first time
-	@scripts/test.sh
+	@scripts/test.sh $(ONLY)
 
 bench: setup  ## time each stage on this machine (build/release/bench/stages_bench)
 	cmake --preset release

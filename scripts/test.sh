@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must hold, section by section. Goes on after a failure; the last line counts all tests.
+# test.sh [WORD...]: everything that must hold, section by section, or only the sections whose title contains one of the
+# words. Goes on after a failure; the last line counts all tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -9,6 +10,7 @@ counts=$reports/counts
 kSkipped=77  # exit status of a section that cannot run here
 passed=0 failed=0 skipped=0
 summary=()
+words=("$@")
 rm -rf "$reports"
 mkdir -p "$reports"
 
@@ -17,9 +19,17 @@ count() {
   .venv/bin/python scripts/count_tests.py "$1" >>"$counts"
 }
 
+wanted() {
+  ((${#words[@]} > 0)) || return 0
+  local word
+  for word in "${words[@]}"; do [[ $1 != *"$word"* ]] || return 0; done
+  return 1
+}
+
 # section TITLE FUNCTION: runs it, prints its duration and adds its counts; one that counts nothing is one test.
 section() {
   local title=$1 begin=$SECONDS status ok=0 bad=0 skip=0 p f s verdict
+  wanted "$title" || return 0
   printf '\n==== %s\n' "$title"
   : >"$counts"
   (set -e; "$2")
