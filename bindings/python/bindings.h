@@ -40,7 +40,7 @@ nb::object to_array(std::vector<T> values) {
   T* data = owned->data();
   const std::size_t count = owned->size();
   nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<T, nb::ndim<1>, nb::device::cpu>(data, {count}, owner));
+  return nb::cast(nb::ndarray<nb::array_api, T, nb::ndim<1>, nb::device::cpu>(data, {count}, owner));
 }
 
 /// A Python object that may be dropped on any thread.

@@ -32,7 +32,7 @@ std::span<std::byte> writable_bytes(const Array<std::uint8_t>& array) {
 /// read-only arrays that PyTorch would take, so const is cast away.
 template <class T>
 nb::object view(const T* data, std::size_t count) {
-  using View = nb::ndarray<T, nb::ndim<1>, nb::device::cpu>;
+  using View = nb::ndarray<nb::array_api, T, nb::ndim<1>, nb::device::cpu>;
   return nb::cast(View(const_cast<T*>(data), {count}, nb::handle()), nb::rv_policy::reference);
 }
 nb::object view(std::span<const std::byte> block) {
