@@ -1,15 +1,16 @@
 // MurmurHash3_x86_32 as its description has it: four bytes at a time, little-endian, then the tail, then the finish.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <span>
 
 namespace thinwire::reference {
 
 inline std::uint32_t rotate_left(std::uint32_t x, int by) { return (x << by) | (x >> (32 - by)); }
 
-inline std::uint32_t murmur3_x86_32(const std::vector<std::uint8_t>& bytes, std::uint32_t seed) {
+inline std::uint32_t murmur3_x86_32(std::span<const std::uint8_t> bytes, std::uint32_t seed) {
   const std::uint32_t c1 = 0xcc9e2d51, c2 = 0x1b873593;
   std::uint32_t hash = seed;
   const std::size_t whole = bytes.size() / 4 * 4;
@@ -30,9 +31,9 @@ inline std::uint32_t murmur3_x86_32(const std::vector<std::uint8_t>& bytes, std:
 
 /// Of a counter's four little-endian bytes.
 inline std::uint32_t hash_counter(std::uint32_t counter, std::uint32_t seed) {
-  return murmur3_x86_32(
-      {std::uint8_t(counter), std::uint8_t(counter >> 8), std::uint8_t(counter >> 16), std::uint8_t(counter >> 24)},
-      seed);
+  const std::array<std::uint8_t, 4> bytes = {std::uint8_t(counter), std::uint8_t(counter >> 8),
+                                             std::uint8_t(counter >> 16), std::uint8_t(counter >> 24)};
+  return murmur3_x86_32(bytes, seed);
 }
 
 /// A number below `range`, drawn by the hash: the upper 32 bits of hash · range.

@@ -55,8 +55,16 @@ class Reducer {
       else
         send_selected({place}, unit_seed(options_.seed, step, slice.name));
     }
-    if (!sparse_places.empty()) send_selected(sparse_places, 0);
+    if (!sparse_places.empty())
+      send_selected(sparse_places, unit_seed(options_.seed, step, sparse_places.front().name));
     return mean(sent_);
+  }
+
+  /// A step ends with one of these: its sends are final, or taken back while its gradients stay.
+  void commit() { unsent_.clear(); }
+  void undo() {
+    for (auto& [name, states] : unsent_) states_.at(name) = states;
+    commit();
   }
 
   const ResidualState& state(const std::string& name, int rank) const {
@@ -100,6 +108,7 @@ class Reducer {
   std::set<std::string> always_dense_;
   std::size_t ranks_;
   std::map<std::string, std::vector<ResidualState>> states_;  ///< [name][rank]
+  std::map<std::string, std::vector<ResidualState>> unsent_;  ///< as the step's gradients alone leave them
   Gradients sent_;
 };
 
