@@ -107,7 +107,7 @@ def main() -> int:
     for text, held in checks:
         print(f"{'held' if held else 'NOT HELD':<8} {text}")
     minutes = (time.monotonic() - begin) / 60
-    print(f"\nThe curves are in {args.out / 'report.html'}. The demo took {minutes:.1f} minutes.")
+    print(f"\nThe curves are in {os.path.relpath(args.out / 'report.html')}. The demo took {minutes:.1f} minutes.")
     return 0
 
 

@@ -26,7 +26,10 @@ def locate(folder: Path | None = None) -> Path:
     """
     if folder is not None:
         if missing := _missing(folder):
-            raise DatasetError(f"{folder} lacks Fashion-MNIST's {' and '.join(missing)} (.gz or not).")
+            raise DatasetError(
+                f"{folder} lacks of Fashion-MNIST {', '.join(f'{name}.gz' for name in missing)}; Debian's package "
+                "dataset-fashion-mnist has them."
+            )
         return folder
     downloaded = DOWNLOAD_FOLDER / "FashionMNIST" / "raw"
     for candidate in (DEBIAN_FOLDER, downloaded):

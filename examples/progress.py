@@ -4,6 +4,8 @@ import shutil
 import sys
 import time
 
+_BAR = 30  # characters
+
 
 class Progress:
     """Shows `label ━━━━━━──── 700/1406 0:31 note` for a loop of `total` steps."""
@@ -26,7 +28,6 @@ class Progress:
         elif done == self._total or now - self._drawn >= 0.1:
             self._drawn = now
             width = shutil.get_terminal_size().columns - 1
-            bar_width = max(10, min(40, width - 24 - len(counts)))
-            filled = done * bar_width // self._total
-            line = f"{self._label:<18} {'━' * filled}{'─' * (bar_width - filled)} {counts}"
+            bar = "━" * (done * _BAR // self._total)
+            line = f"{self._label:<18} {bar:─<{_BAR}} {counts}"
             print(f"\r{line[:width]:<{width}}", end="\n" if done == self._total else "", flush=True)
