@@ -14,6 +14,7 @@ struct Reducer::Impl {
 
   // One bucket, on the lane.
   void run(Job& job) {
+    pipeline.address(job);
     std::exception_ptr failure = job.failure ? job.failure : unannounced;
     std::span<const std::byte> block;
     if (!failure) {

@@ -80,6 +80,12 @@ void Pipeline::begin_step(std::uint64_t step, StepMode mode) {
   residual_squares_ = gradient_squares_ = 0;
 }
 
+void Pipeline::address(Job& job) {
+  job.header.step = step_;
+  job.header.job = job.number;
+  job.header.options_hash = options_hash_;
+}
+
 void Pipeline::plan(Job& job) {
   const GradientView& gradient = job.gradient;
   require(gradient.device.type == DeviceType::cpu, "the gradient lies on a CUDA device, which this build cannot read");
@@ -175,9 +181,6 @@ std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
 std::span<const std::byte> Pipeline::exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure) {
   const Timer timer(stats.exchange_seconds);
   const Communicator::Traffic before = communicator.traffic();
-  job.header.step = step_;
-  job.header.job = job.number;
-  job.header.options_hash = options_hash_;
   const std::span<const std::byte> blocks = protocol_.exchange({.header = job.header,
                                                                 .block = block,
                                                                 .failure = std::move(failure),

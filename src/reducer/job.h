@@ -43,6 +43,7 @@ class Pipeline {
   }
 
   // The stages of one job, in order.
+  void address(Job& job);  ///< what even a failed job must say: step, number, options
   void plan(Job& job);
   void accumulate_and_select(Job& job);
   std::span<const std::byte> encode_and_settle(Job& job);
