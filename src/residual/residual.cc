@@ -31,14 +31,15 @@ using State = Residual::State;
 using Segment = Residual::Segment;
 
 struct SentEntry {
-  State* state;
+  State* state;         // null once struck from the list
   std::uint32_t index;  // in the parameter
   float v;
   float u;
 };
 struct SentWhole {
-  State* state;
+  State* state;  // null once struck from the list
   std::span<const float> v;
+  std::size_t entries_before;  // single entries sent before it: what was sent last comes back first
 };
 struct Remembered {
   State* state;
@@ -198,7 +199,7 @@ void Residual::settle_dense(const Segment& segment, std::span<float> sent) {
   require(sent.size() == state.v.size(), "the buffer for parameter " + quoted(state.parameter.name) + " has " +
                                              std::to_string(sent.size()) + " elements, not " +
                                              std::to_string(state.v.size()));
-  impl_->sent_whole.push_back({.state = &state, .v = sent});
+  impl_->sent_whole.push_back({.state = &state, .v = sent, .entries_before = impl_->sent_entries.size()});
   std::copy(state.v.begin(), state.v.end(), sent.begin());
   std::fill(state.v.begin(), state.v.end(), 0.0f);
 }
@@ -209,8 +210,10 @@ void Residual::remember(const Segment& segment) {
 
 void Residual::restore(const Segment& segment) {
   State* const state = segment.state;
-  std::erase_if(impl_->sent_entries, [state](const SentEntry& entry) { return entry.state == state; });
-  std::erase_if(impl_->sent_whole, [state](const SentWhole& whole) { return whole.state == state; });
+  for (SentEntry& entry : impl_->sent_entries)
+    if (entry.state == state) entry.state = nullptr;
+  for (SentWhole& whole : impl_->sent_whole)
+    if (whole.state == state) whole.state = nullptr;
   for (const Remembered& before : impl_->remembered) {
     if (before.state != state) continue;
     state->v = before.v;
@@ -225,11 +228,20 @@ void Residual::commit() noexcept {
 }
 
 void Residual::undo() noexcept {
-  for (const SentEntry& entry : impl_->sent_entries) {
-    entry.state->v[entry.index] = entry.v;
-    if (!entry.state->u.empty()) entry.state->u[entry.index] = entry.u;
+  const auto take_back_entries = [this](std::size_t down_to) {
+    std::vector<SentEntry>& entries = impl_->sent_entries;
+    for (; entries.size() > down_to; entries.pop_back()) {
+      const SentEntry& entry = entries.back();
+      if (entry.state == nullptr) continue;
+      entry.state->v[entry.index] = entry.v;
+      if (!entry.state->u.empty()) entry.state->u[entry.index] = entry.u;
+    }
+  };
+  for (auto whole = impl_->sent_whole.rbegin(); whole != impl_->sent_whole.rend(); ++whole) {
+    take_back_entries(whole->entries_before);
+    if (whole->state != nullptr) std::copy(whole->v.begin(), whole->v.end(), whole->state->v.begin());
   }
-  for (const SentWhole& whole : impl_->sent_whole) std::copy(whole.v.begin(), whole.v.end(), whole.state->v.begin());
+  take_back_entries(0);
   commit();
 }
 
