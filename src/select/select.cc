@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/magnitude.h"
 #include "select/blocks.h"
 #include "select/hashed_slots.h"
 #include "select/top_k.h"
@@ -120,7 +121,10 @@ void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t see
 }
 
 void Selection::collect(const float* values, std::size_t count, std::uint32_t offset) {
-  if (count != 0) impl_->with_method([&](auto& selection) { selection.collect(values, count, offset); });
+  impl_->with_method([&](auto& selection) {
+    for (std::size_t begin = 0; begin < count; begin += kBlock)
+      selection.collect(values + begin, std::min(kBlock, count - begin), static_cast<std::uint32_t>(offset + begin));
+  });
 }
 
 void Selection::finish(SparseGradient& out) {
