@@ -38,7 +38,7 @@ std::vector<UnitSegment> in_pieces(std::span<const float> values, std::uint32_t 
   return unit;
 }
 
-/// begin, collect in uneven blocks, finish; `peeked` tells which elements were sampled.
+/// begin, collect in uneven pieces, some of them longer than a block, finish; `peeked` tells which elements were sampled.
 SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitView unit, std::uint32_t seed,
                          std::set<std::pair<std::size_t, std::size_t>>* peeked = nullptr) {
   selection.begin(selector, unit, seed, [&](std::size_t segment, std::size_t begin, std::size_t count, float* out) {
@@ -47,7 +47,7 @@ SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitVie
   });
   for (const UnitSegment& segment : unit)
     for (std::size_t begin = 0, length = 0; begin < segment.numel; begin += length) {
-      length = std::min<std::size_t>({segment.numel - begin, 4096, begin % 2 == 0 ? 37 + begin : 4096});
+      length = std::min(segment.numel - begin, begin % 2 == 0 ? 37 + begin : std::size_t{10'000});
       selection.collect(segment.values + begin, length, segment.offset + static_cast<std::uint32_t>(begin));
     }
   SparseGradient out;
