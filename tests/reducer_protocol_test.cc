@@ -1,5 +1,7 @@
 // reducer.h: how many calls and bytes a job costs, and what StepStats says of it.
-#include "training.h"
+#include <mutex>
+
+#include "failures.h"
 
 namespace thinwire::test {
 namespace {
@@ -76,6 +78,46 @@ TEST(Protocol, ASelectionOfAnySizeFillsTheSameBlock) {
       EXPECT_EQ(reducer.stats().calls, step == 0 ? 2u : 1u);
     }
   });
+}
+
+// Each block says whose it is: step, job, options, slices, the size it has; and it is a payload of the format.
+TEST(Protocol, BlocksAreSelfDescribing) {
+  std::mutex mutex;
+  std::set<std::uint64_t> options_hashes, layout_hashes;
+  run_ranks(3, [&](Communicator& inner) {
+    std::uint64_t step = 0;
+    std::size_t job = 0;
+    bool steady = false;
+    MeddlingCommunicator communicator(inner, {}, [&](std::uint64_t, std::span<std::byte> received) {
+      for (std::size_t r = 0; r < 3; ++r) {
+        const auto block = std::span<const std::byte>(received).subspan(r * received.size() / 3, received.size() / 3);
+        const PayloadHeader header = read_header(block);
+        EXPECT_EQ(header.step, step);
+        EXPECT_EQ(header.job, job);
+        EXPECT_EQ(header.slices, kBuckets[job].slices.size());
+        EXPECT_EQ(header.non_finite, std::nullopt);
+        EXPECT_TRUE(!steady || header.flags == 0);
+        EXPECT_TRUE(!steady || header.block_bytes == block.size());
+        if (steady) {
+          EXPECT_EQ(validate(block, numel(kBuckets[job])).has_gradient, std::vector<bool>(header.slices, true));
+        }
+        const std::lock_guard lock(mutex);
+        options_hashes.insert(header.options_hash);
+        layout_hashes.insert(header.layout_hash);
+      }
+    });
+    Reducer reducer(options_with(HashedSlots{0.02}), model(), communicator);
+    for (; step < 4; ++step) {
+      reducer.begin_step();
+      for (job = 0; job < kBuckets.size(); ++job) {
+        GradientBuffer buffer(gradient_of(kBuckets[job], step, inner.rank()));
+        reducer.reduce(kBuckets[job], buffer.view()).wait();
+      }
+      steady = step >= 1;
+    }
+  });
+  EXPECT_EQ(options_hashes.size(), 1u);
+  EXPECT_EQ(layout_hashes.size(), kBuckets.size());
 }
 
 // (P-1) blocks of header, one word of gradient bits, section header and 8 bytes an entry, rounded up to 8 bytes.

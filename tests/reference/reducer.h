@@ -47,6 +47,7 @@ class Reducer {
       if (!somewhere) continue;
       for (std::size_t r = 0; r < ranks_; ++r)
         accumulate(states_.at(slice.name)[r], rule_, std::span(gradients[r]).subspan(offset, slice.numel));
+      unsent_[slice.name] = states_.at(slice.name);
       const Place place{slice.name, slice.numel, static_cast<std::uint32_t>(offset)};
       if (dense_step || always_dense_.contains(slice.name))
         send_dense(place);
