@@ -97,7 +97,7 @@ struct Reducer::Impl {
   Lane lane;  // last: its thread ends first
 };
 
-Reducer::Reducer(ReducerOptions options, std::vector<Parameter> parameters, Communicator& communicator)
+Reducer::Reducer(ReducerOptions options, const std::vector<Parameter>& parameters, Communicator& communicator)
     : impl_(std::make_unique<Impl>(std::move(options), parameters, communicator)) {}
 
 Reducer::~Reducer() { close(); }

@@ -37,11 +37,11 @@ struct PayloadHeader {
   };
   std::uint16_t flags = 0;
   std::uint64_t step = 0;
-  std::uint32_t job = 0;           ///< number of the bucket within the step
-  std::uint32_t slices = 0;        ///< slices of the bucket; so many bits follow the header
-  std::uint64_t options_hash = 0;  ///< of the options and parameters
-  std::uint64_t layout_hash = 0;   ///< of the bucket's slices and of what is done with them in this step
-  std::uint64_t block_bytes = 0;   ///< the block size this job needs, the same on every rank
+  std::uint32_t job = 0;                    ///< number of the bucket within the step
+  std::uint32_t slices = 0;                 ///< slices of the bucket; so many bits follow the header
+  std::uint64_t options_hash = 0;           ///< of the options and parameters
+  std::uint64_t layout_hash = 0;            ///< of the bucket's slices and of what is done with them in this step
+  std::uint64_t block_bytes = 0;            ///< the block size this job needs, the same on every rank
   std::optional<std::uint32_t> non_finite;  ///< first bucket offset whose gradient entry was not finite
 };
 

@@ -93,25 +93,25 @@ ReducerOptions dragonn(const DragonnOptions& options = {});
 /// What the last finished step did, on this rank.
 struct StepStats {
   std::uint64_t step = 0;
-  bool dense = true;     ///< every unit was dense
-  bool active = false;   ///< at least one unit was sent sparsely
-  std::string reason;    ///< why active or why not, in words
-  std::size_t jobs = 0;  ///< buckets
+  bool dense = true;        ///< every unit was dense
+  bool active = false;      ///< at least one unit was sent sparsely
+  std::string reason;       ///< why active or why not, in words
+  std::size_t jobs = 0;     ///< buckets
   std::uint64_t calls = 0;  ///< communicator calls
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
-  std::uint64_t dense_bytes = 0;      ///< what a dense f32 all-reduce of the same buckets would have sent
-  std::uint64_t small_bytes_sent = 0; ///< the part of bytes_sent that always-dense parameters caused
-  std::uint64_t entries_sent = 0;     ///< of sparse units, free slots apart
-  std::uint64_t sparse_numel = 0;     ///< elements of sparse units
-  double density = 0.0;               ///< entries_sent / sparse_numel; 1 in a dense step
-  std::uint64_t fallbacks = 0;        ///< extra sweeps because a sampled bound was too high
-  bool non_finite = false;            ///< some rank's gradient was not finite: NaN was written, the step is undone
-  double residual_norm = 0.0;         ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
-  double gradient_norm = 0.0;         ///< ‖g‖ of the local gradient of that step
-  double select_seconds = 0.0;        ///< accumulate and select, which are one pass
-  double encode_seconds = 0.0;        ///< encode and settle
-  double exchange_seconds = 0.0;      ///< inside communicator calls, waiting for slower ranks included
+  std::uint64_t dense_bytes = 0;       ///< what a dense f32 all-reduce of the same buckets would have sent
+  std::uint64_t small_bytes_sent = 0;  ///< the part of bytes_sent that always-dense parameters caused
+  std::uint64_t entries_sent = 0;      ///< of sparse units, free slots apart
+  std::uint64_t sparse_numel = 0;      ///< elements of sparse units
+  double density = 0.0;                ///< entries_sent / sparse_numel; 1 in a dense step
+  std::uint64_t fallbacks = 0;         ///< extra sweeps because a sampled bound was too high
+  bool non_finite = false;             ///< some rank's gradient was not finite: NaN was written, the step is undone
+  double residual_norm = 0.0;          ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
+  double gradient_norm = 0.0;          ///< ‖g‖ of the local gradient of that step
+  double select_seconds = 0.0;         ///< accumulate and select, which are one pass
+  double encode_seconds = 0.0;         ///< encode and settle
+  double exchange_seconds = 0.0;       ///< inside communicator calls, waiting for slower ranks included
   double decode_seconds = 0.0;
   double exposed_wait_seconds = 0.0;  ///< that callers spent in Work::wait
   static constexpr std::uint64_t kNormInterval = 50;
@@ -161,7 +161,7 @@ class Reducer {
  public:
   /// `communicator` must outlive the reducer. Parameters start with zero state.
   /// Errors: those of `validate`; invalid_argument for a parameter named twice.
-  Reducer(ReducerOptions options, std::vector<Parameter> parameters, Communicator& communicator);
+  Reducer(ReducerOptions options, const std::vector<Parameter>& parameters, Communicator& communicator);
   /// Finishes the jobs in the queue.
   ~Reducer();
   Reducer(const Reducer&) = delete;

@@ -70,7 +70,8 @@ class Residual {
 
   /// v [count] as `accumulate` will leave it at element `begin` of the segment, without changing anything: what a
   /// sampled bound is taken from. A non-finite result reads as the old v, as in `accumulate`.
-  static void peek(const Segment& segment, const GradientView& bucket, std::size_t begin, std::size_t count, float* out);
+  static void peek(const Segment& segment, const GradientView& bucket, std::size_t begin, std::size_t count,
+                   float* out);
 
   /// A run of at most 4096 elements that has just been accumulated and still lies in the L1 cache.
   struct Block {

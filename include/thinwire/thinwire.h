@@ -15,9 +15,9 @@
 #include "thinwire/sparse_gradient.h"
 
 // The stages a gradient passes, in order; they do not know each other.
+#include "thinwire/codec.h"
 #include "thinwire/residual.h"
 #include "thinwire/select.h"
-#include "thinwire/codec.h"
 
 // How payloads reach the other ranks and become the mean.
 #include "thinwire/communicator.h"

@@ -10,8 +10,10 @@ namespace thinwire {
 
 const char* to_string(SparseAllReduce kind) noexcept {
   switch (kind) {
-    case SparseAllReduce::all_gather: return "all_gather";
-    case SparseAllReduce::dense: return "dense";
+    case SparseAllReduce::all_gather:
+      return "all_gather";
+    case SparseAllReduce::dense:
+      return "dense";
   }
   return "unknown";
 }

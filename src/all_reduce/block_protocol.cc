@@ -81,7 +81,8 @@ std::vector<PayloadHeader> BlockProtocol::gather(std::span<const std::byte> bloc
 void BlockProtocol::compare(const std::vector<PayloadHeader>& headers, const Offer& offer) {
   const PayloadHeader& first = headers[0];
   const auto differs = [&](auto field) {
-    return std::any_of(headers.begin(), headers.end(), [&](const PayloadHeader& h) { return h.*field != first.*field; });
+    return std::any_of(headers.begin(), headers.end(),
+                       [&](const PayloadHeader& h) { return h.*field != first.*field; });
   };
   const auto failed = std::find_if(headers.begin(), headers.end(),
                                    [](const PayloadHeader& h) { return (h.flags & PayloadHeader::failed) != 0; });
@@ -110,7 +111,8 @@ void BlockProtocol::compare(const std::vector<PayloadHeader>& headers, const Off
       throw Error(ErrorCode::remote, "ranks are out of step: rank 0 is in " + job_name(first) + ", " + rank_name(r) +
                                          " in " + job_name(headers[r]));
   if (differs(&PayloadHeader::layout_hash) || differs(&PayloadHeader::block_bytes) || differs(&PayloadHeader::slices))
-    throw Error(ErrorCode::remote, describe_difference(gather_texts(*offer.layout), "the slices of " + job_name(first)));
+    throw Error(ErrorCode::remote,
+                describe_difference(gather_texts(*offer.layout), "the slices of " + job_name(first)));
 }
 
 std::vector<std::string> BlockProtocol::gather_texts(const std::string& mine) {

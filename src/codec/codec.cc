@@ -235,7 +235,8 @@ PayloadHeader read_header(std::span<const std::byte> bytes) {
   const auto payload_bytes = get<std::uint64_t>(bytes, wire::kPayloadBytes);
   check(payload_bytes >= kHeaderBytes && payload_bytes % 4 == 0, wire::kPayloadBytes, "impossible size");
   check(payload_bytes <= bytes.size(), bytes.size(), "payload cut off");
-  check(header.flags == 0 || payload_bytes == kHeaderBytes, wire::kPayloadBytes, "flagged payload is not a header alone");
+  check(header.flags == 0 || payload_bytes == kHeaderBytes, wire::kPayloadBytes,
+        "flagged payload is not a header alone");
   if (const auto index = get<std::uint32_t>(bytes, wire::kNonFinite); index != wire::kNone) header.non_finite = index;
   check(get<std::uint32_t>(bytes, wire::kChecksum) == checksum(bytes.first(payload_bytes)), wire::kChecksum,
         "checksum does not match");

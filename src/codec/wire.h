@@ -7,14 +7,14 @@
 namespace thinwire::wire {
 
 // The 64-byte header.
-inline constexpr std::size_t kMagic = 0;         // u32
-inline constexpr std::size_t kVersion = 4;       // u8, then one reserved byte
-inline constexpr std::size_t kFlags = 6;         // u16
-inline constexpr std::size_t kStep = 8;          // u64
-inline constexpr std::size_t kJob = 16;          // u32
-inline constexpr std::size_t kSlices = 20;       // u32
-inline constexpr std::size_t kOptionsHash = 24;  // u64
-inline constexpr std::size_t kLayoutHash = 32;   // u64
+inline constexpr std::size_t kMagic = 0;          // u32
+inline constexpr std::size_t kVersion = 4;        // u8, then one reserved byte
+inline constexpr std::size_t kFlags = 6;          // u16
+inline constexpr std::size_t kStep = 8;           // u64
+inline constexpr std::size_t kJob = 16;           // u32
+inline constexpr std::size_t kSlices = 20;        // u32
+inline constexpr std::size_t kOptionsHash = 24;   // u64
+inline constexpr std::size_t kLayoutHash = 32;    // u64
 inline constexpr std::size_t kPayloadBytes = 40;  // u64
 inline constexpr std::size_t kBlockBytes = 48;    // u64
 inline constexpr std::size_t kNonFinite = 56;     // u32

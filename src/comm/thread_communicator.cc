@@ -14,10 +14,14 @@ enum class Operation { all_gather, all_to_all, all_reduce, barrier };
 
 const char* to_string(Operation operation) {
   switch (operation) {
-    case Operation::all_gather: return "all_gather";
-    case Operation::all_to_all: return "all_to_all";
-    case Operation::all_reduce: return "all_reduce";
-    case Operation::barrier: return "barrier";
+    case Operation::all_gather:
+      return "all_gather";
+    case Operation::all_to_all:
+      return "all_to_all";
+    case Operation::all_reduce:
+      return "all_reduce";
+    case Operation::barrier:
+      return "barrier";
   }
   return "unknown";
 }
@@ -88,8 +92,8 @@ class World {
         die(ErrorCode::remote, "rank " + std::to_string(r) + " calls " + to_string(posts_[r].operation) +
                                    " where rank 0 calls " + to_string(first.operation));
       else if (mismatch_)
-        die(ErrorCode::remote, std::string(to_string(first.operation)) + ": rank " + std::to_string(r) + " comes with " +
-                                   std::to_string(posts_[r].bytes) + " bytes, rank 0 with " +
+        die(ErrorCode::remote, std::string(to_string(first.operation)) + ": rank " + std::to_string(r) +
+                                   " comes with " + std::to_string(posts_[r].bytes) + " bytes, rank 0 with " +
                                    std::to_string(first.bytes));
     }
   }

@@ -6,7 +6,8 @@
 
 namespace thinwire {
 
-Lane::Lane() : owner_(::getpid()), queue_(std::make_unique<Queue>()), thread_([queue = queue_.get()] { run(*queue); }) {}
+Lane::Lane()
+    : owner_(::getpid()), queue_(std::make_unique<Queue>()), thread_([queue = queue_.get()] { run(*queue); }) {}
 
 Lane::~Lane() { close(); }
 

@@ -12,21 +12,30 @@ namespace thinwire {
 
 const char* to_string(ErrorCode code) noexcept {
   switch (code) {
-    case ErrorCode::invalid_argument: return "invalid_argument";
-    case ErrorCode::unsupported: return "unsupported";
-    case ErrorCode::timeout: return "timeout";
-    case ErrorCode::remote: return "remote";
-    case ErrorCode::corrupt_payload: return "corrupt_payload";
-    case ErrorCode::system: return "system";
+    case ErrorCode::invalid_argument:
+      return "invalid_argument";
+    case ErrorCode::unsupported:
+      return "unsupported";
+    case ErrorCode::timeout:
+      return "timeout";
+    case ErrorCode::remote:
+      return "remote";
+    case ErrorCode::corrupt_payload:
+      return "corrupt_payload";
+    case ErrorCode::system:
+      return "system";
   }
   return "unknown";
 }
 
 const char* to_string(DType dtype) noexcept {
   switch (dtype) {
-    case DType::f32: return "f32";
-    case DType::f16: return "f16";
-    case DType::bf16: return "bf16";
+    case DType::f32:
+      return "f32";
+    case DType::f16:
+      return "f16";
+    case DType::bf16:
+      return "bf16";
   }
   return "unknown";
 }

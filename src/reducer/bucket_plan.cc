@@ -54,10 +54,10 @@ bool matches(std::string_view pattern, std::string_view name) noexcept {
 }
 
 ParameterPolicy policy_of(const Parameter& parameter, const ReducerOptions& options) {
-  ParameterPolicy policy{.dense = parameter.numel < options.dense_below,
-                         .momentum = {.momentum = options.momentum,
-                                      .nesterov = options.nesterov,
-                                      .error_feedback = options.error_feedback}};
+  ParameterPolicy policy{
+      .dense = parameter.numel < options.dense_below,
+      .momentum = {
+          .momentum = options.momentum, .nesterov = options.nesterov, .error_feedback = options.error_feedback}};
   for (const ParameterRule& rule : options.rules) {
     if (!matches(rule.pattern, parameter.name)) continue;
     policy.dense = rule.dense.value_or(policy.dense);

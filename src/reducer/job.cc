@@ -257,8 +257,7 @@ void Pipeline::finish(Job& job, const std::vector<Payload>& payloads) {
   stats.sparse_numel += job.plan.sparse_numel;
   stats.dense = stats.sparse_numel == 0;
   stats.active = stats.sparse_numel != 0;
-  stats.density =
-      stats.dense ? 1.0 : static_cast<double>(stats.entries_sent) / static_cast<double>(stats.sparse_numel);
+  stats.density = stats.dense ? 1.0 : static_cast<double>(stats.entries_sent) / static_cast<double>(stats.sparse_numel);
   if (stats.active)
     stats.reason = std::to_string(stats.entries_sent) + " of " + std::to_string(stats.sparse_numel) +
                    " elements of the compressed parameters were sent";

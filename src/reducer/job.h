@@ -65,7 +65,7 @@ class Pipeline {
 
   std::unordered_map<std::string, ParameterPolicy> policies_;
   std::unordered_set<std::string> reduced_;  // parameters, in this step
-  std::string words_;                                          // options and parameters, compared between ranks
+  std::string words_;                        // options and parameters, compared between ranks
   std::uint64_t options_hash_ = 0;
   BlockProtocol protocol_;
   Selection selection_;

@@ -30,7 +30,8 @@ std::string to_string(const ReducerOptions& options) {
 void validate(const ReducerOptions& options) {
   validate(options.selector);
   const auto check_momentum = [](float momentum, const std::string& of) {
-    require(momentum >= 0.0f && momentum < 1.0f, "momentum" + of + " is " + std::to_string(momentum) + ", not in [0, 1)");
+    require(momentum >= 0.0f && momentum < 1.0f,
+            "momentum" + of + " is " + std::to_string(momentum) + ", not in [0, 1)");
   };
   check_momentum(options.momentum, "");
   for (const ParameterRule& rule : options.rules) {
@@ -38,9 +39,9 @@ void validate(const ReducerOptions& options) {
     if (rule.momentum) check_momentum(*rule.momentum, " of rule " + quoted(rule.pattern));
   }
   require(!options.nesterov || options.momentum != 0.0f, "nesterov is set but momentum is 0");
-  require(options.error_feedback || options.momentum == 0.0f,
-          "error_feedback is off but momentum is " + std::to_string(options.momentum) +
-              ": a local velocity would itself be a memory");
+  require(options.error_feedback || options.momentum == 0.0f, "error_feedback is off but momentum is " +
+                                                                  std::to_string(options.momentum) +
+                                                                  ": a local velocity would itself be a memory");
 }
 
 ReducerOptions dense() {

@@ -56,9 +56,9 @@ void check_rule(const Parameter& parameter, const MomentumRule& rule) {
   require(rule.momentum >= 0.0f && rule.momentum < 1.0f,
           "momentum is " + std::to_string(rule.momentum) + of + ", not in [0, 1)");
   require(!rule.nesterov || rule.momentum != 0.0f, "nesterov is set without momentum" + of);
-  require(rule.error_feedback || rule.momentum == 0.0f,
-          "error_feedback is off but momentum is " + std::to_string(rule.momentum) + of +
-              ": a local velocity would itself be a memory");
+  require(rule.error_feedback || rule.momentum == 0.0f, "error_feedback is off but momentum is " +
+                                                            std::to_string(rule.momentum) + of +
+                                                            ": a local velocity would itself be a memory");
 }
 
 // The segment that holds a bucket offset, given the one that held the last.
@@ -70,8 +70,10 @@ const Segment* find_segment(std::span<const Segment> unit, std::uint32_t offset,
   auto after = std::upper_bound(unit.begin(), unit.end(), offset,
                                 [](std::uint32_t value, const Segment& s) { return value < s.offset; });
   while (after != unit.begin())
-    if (holds(*--after)) return &*after;
-    else if (after->state->parameter.numel != 0) break;
+    if (holds(*--after))
+      return &*after;
+    else if (after->state->parameter.numel != 0)
+      break;
   return nullptr;
 }
 
@@ -282,8 +284,8 @@ void Residual::load(std::span<const ParameterState> states) {
 void Residual::set_velocity(std::string_view name, std::span<const float> velocity) {
   State& state = impl_->find(name);
   const std::string of = "the velocity of parameter " + quoted(name);
-  require(velocity.size() == state.u.size(), of + " has " + std::to_string(velocity.size()) + " elements, not " +
-                                                 std::to_string(state.u.size()));
+  require(velocity.size() == state.u.size(),
+          of + " has " + std::to_string(velocity.size()) + " elements, not " + std::to_string(state.u.size()));
   require(all_finite(velocity), of + " holds a value that is not finite");
   std::copy(velocity.begin(), velocity.end(), state.u.begin());
 }

@@ -58,9 +58,8 @@ void Candidates::collect(const float* values, std::size_t count, std::uint32_t o
 }
 
 void Candidates::collect(UnitView unit) {
-  for_each_block(unit, [this](const float* values, std::size_t count, std::uint32_t offset) {
-    collect(values, count, offset);
-  });
+  for_each_block(
+      unit, [this](const float* values, std::size_t count, std::uint32_t offset) { collect(values, count, offset); });
 }
 
 void Candidates::take(SparseGradient& out) {

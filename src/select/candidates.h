@@ -45,5 +45,4 @@ class Candidates {
   std::vector<std::uint32_t> scratch_;
 };
 
-
 }  // namespace thinwire

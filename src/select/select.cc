@@ -21,6 +21,8 @@ template <class... Fs>
 struct Overloaded : Fs... {
   using Fs::operator()...;
 };
+template <class... Fs>
+Overloaded(Fs...) -> Overloaded<Fs...>;
 
 void require_share(double value, const char* selector, const char* field) {
   std::ostringstream text;
