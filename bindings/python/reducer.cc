@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <iterator>
 #include <set>
 #include <span>
 #include <string>
@@ -96,13 +97,19 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& type) {
   return std::nullopt;
 }
 
+std::string name_of(const nb::dlpack::dtype& type) {
+  constexpr const char* kKinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const std::string kind = type.code < std::size(kKinds) ? kKinds[type.code] : "an unknown type of ";
+  return kind + std::to_string(type.bits);
+}
+
 /// The view of a gradient array, or why there is none.
 std::variant<GradientView, std::string> view_of(const nb::ndarray<>& array) {
   if (array.device_type() != nb::device::cpu::value) return "the gradient is not in host memory";
   if (array.ndim() != 1) return "the gradient has " + std::to_string(array.ndim()) + " dimensions, expected 1";
   if (array.shape(0) > 1 && array.stride(0) != 1) return "the gradient is not contiguous";
   const std::optional<DType> dtype = dtype_of(array.dtype());
-  if (!dtype) return "the gradient's dtype is none of float32, float16 and bfloat16";
+  if (!dtype) return "the gradient is " + name_of(array.dtype()) + ", expected float32, float16 or bfloat16";
   return GradientView{.data = array.data(), .numel = array.size(), .dtype = *dtype, .device = {}};
 }
 

@@ -40,7 +40,9 @@ def resume(rank: int, world_size: int, method: str) -> tuple[int, int, set]:
     handle = thinwire.ddp.attach(model, models.METHODS[method](), optimizer)
     train(model, optimizer, batches, 15)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "thinwire": handle.state_dict()}, file)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "thinwire": handle.state_dict()}, file
+    )
     at_15 = copy.deepcopy(batches)
     train(model, optimizer, batches, 15)
     uninterrupted = models.checksum(list(model.parameters()))

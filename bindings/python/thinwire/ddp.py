@@ -241,17 +241,20 @@ def attach(
         known.attach(options, optimizer, timeout)
         return known
 
+    taken = Error(
+        ErrorCode.invalid_argument,
+        "the model has a communication hook already, and DDP takes only one: attach thinwire instead of it",
+    )
+    if getattr(inner, "_comm_hooks", None):
+        raise taken
     ignored = getattr(inner, "parameters_to_ignore", ())
     parameters = ((name, p) for name, p in inner.module.named_parameters() if name not in ignored)
     handle = HookState(options, parameters, optimizer, process_group or inner.process_group, timeout)
     try:
         inner.register_comm_hook(handle, hook)
-    except RuntimeError as error:
+    except RuntimeError as error:  # a hook that DDP does not list
         handle.detach()
-        raise Error(
-            ErrorCode.invalid_argument,
-            "the model has a communication hook already, and DDP takes only one: attach thinwire instead of it",
-        ) from error
+        raise taken from error
     _handles[inner] = handle
     return handle
 

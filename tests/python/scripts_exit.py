@@ -1,0 +1,111 @@
+"""What test_exit.py starts: short trainings that end in the ways that the arguments say, each by the interpreter's own
+exit.
+
+    torchrun scripts_exit.py HOW             the ranks of one training
+    python scripts_exit.py FOLDER HOW...     one training after the other; ranks are forked, so torch is imported once
+
+The second form writes FOLDER/<how>.<rank> with all that the rank printed, and prints the exit statuses as JSON.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import models
+import torch
+import torch._dynamo  # which optimizers import in their first step
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire.ddp
+
+
+def main(how: str) -> None:
+    """Trains and ends."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(models.Mlp(), bucket_cap_mb=8 * models.KB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    handle = thinwire.ddp.attach(model, models.METHODS["redsync"](), optimizer)
+    batches = models.Batches(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        models.loss_of(model, batches()).backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    if how == "loader":
+        x, y = batches()
+        data = torch.utils.data.TensorDataset(x, y)
+        for _ in range(2):
+            for batch in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork"):
+                optimizer.zero_grad()
+                models.loss_of(model, batch).backward()
+                optimizer.step()
+    elif how == "fork":
+        pid = os.fork()
+        if pid == 0:
+            try:
+                handle.stats()
+            except thinwire.Error as error:
+                assert "belongs to the process that made it" in str(error)  # noqa: PT017
+                handle.close()
+                gc.collect()
+                os._exit(3)
+            os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        step()
+    elif how == "fork and exit":
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(5)  # runs what is registered for the exit
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+        step()
+    elif how == "destroyed":
+        dist.barrier()
+        dist.destroy_process_group()
+    elif how == "closed":
+        handle.close()
+        handle.close()
+    elif how == "dropped":
+        del model, optimizer, handle
+        gc.collect()
+    elif how == "reducer alone":
+        communicators = thinwire.make_thread_communicators(1)
+        alone = thinwire.Reducer(thinwire.dense(), [("w", 4)], communicators[0])
+        alone.begin_step()
+        alone.reduce([("w", 4, True)], torch.ones(4), lambda error: None)
+        sys.kept = alone  # outlives the interpreter's clean-up
+    print(f"rank {rank} has come to the end", flush=True)
+
+
+def fork_ranks(folder: Path, hows: list[str], ranks: int = 2) -> str | None:
+    """In a rank: how it shall end. In the parent: None, after all ranks have ended."""
+    statuses = {}
+    for how in hows:
+        pids = []
+        for rank in range(ranks):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                output = os.open(folder / f"{how}.{rank}", os.O_CREAT | os.O_WRONLY)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                meeting_point = f"file://{folder}/{how.replace(' ', '_')}.store"
+                dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=ranks)
+                return how
+        statuses[how] = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(json.dumps(statuses))
+    return None
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        main(sys.argv[1])
+    else:
+        how = fork_ranks(Path(sys.argv[1]), sys.argv[2:])
+        if how is not None:
+            main(how)

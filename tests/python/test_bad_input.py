@@ -1,0 +1,327 @@
+"""What is wrong is said in one clear sentence that names the thing, and nothing has changed then."""
+
+import re
+
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire.ddp
+
+
+class Case:
+    """Sets up a mistake, on every rank alike; returns the call that must be refused, and a pattern for its sentence."""
+
+    def __init__(self) -> None:
+        self.network = models.Mlp()
+        self.options = models.METHODS["top_k"]()
+        self.hyper: dict = {}
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        return DistributedDataParallel(self.network)
+
+    def sgd(self, **hyper: float) -> torch.optim.SGD:
+        return torch.optim.SGD(self.network.parameters(), lr=0.02, **hyper)
+
+
+def not_ddp(case: Case):
+    return (case.network, case.options, case.sgd()), r"the model is a Mlp, expected a DistributedDataParallel"
+
+
+def not_options(case: Case):
+    return (case.model, 0.01, case.sgd()), r"options is a float, expected ReducerOptions"
+
+
+def double_parameter(case: Case):
+    case.network.head.double()
+    return (case.model, case.options), r"parameter 'head.weight' is float64, expected float32, float16 or bfloat16"
+
+
+def complex_parameter(case: Case):
+    case.network.head.to(torch.complex64)
+    return (case.model, case.options), r"parameter 'head.weight' is complex64"
+
+
+def sparse_embedding(case: Case):
+    case.network.table = nn.Embedding(10, 4, sparse=True)
+    return (case.model, case.options), r"parameter 'table.weight' has sparse \(COO\) gradients.*sparse=False"
+
+
+def second_hook(case: Case):
+    model = case.model
+    model.register_comm_hook(None, allreduce_hook)
+    optimizer = case.sgd(momentum=0.9)
+    return (model, case.options, optimizer), r"the model has a communication hook already, and DDP takes only one"
+
+
+def two_momenta(case: Case):
+    case.options.momentum = 0.9
+    return (case.model, case.options, case.sgd(momentum=0.8)), (
+        r"the options have momentum 0.9, and the optimizer keeps its own momentum \(0.8 in parameter group 0\)"
+    )
+
+
+def momentum_in_a_rule(case: Case):
+    case.options.rules = [thinwire.ParameterRule("*", momentum=0.5)]
+    return (case.model, case.options, case.sgd(momentum=0.8)), r"the optimizer keeps its own momentum"
+
+
+def momentum_and_adam(case: Case):
+    case.options.momentum = 0.9
+    adam = torch.optim.Adam(case.network.parameters())
+    return (case.model, case.options, adam), r"the optimizer keeps its own momentum \(\(0.9, 0.999\) in parameter"
+
+
+def decay_beside_momentum(case: Case):
+    case.options.momentum = 0.9
+    return (
+        case.model,
+        case.options,
+        case.sgd(weight_decay=0.1),
+    ), r"has weight_decay 0.1, which needs the same momentum"
+
+
+def dampening(case: Case):
+    return (case.model, case.options, case.sgd(momentum=0.9, dampening=0.1)), r"group 0 .* dampening 0.1"
+
+
+def density(case: Case):
+    case.options.momentum = 1.5
+    return (case.model, case.options), r"momentum is 1.5.*not in \[0, 1\)"
+
+
+def no_error_feedback_with_momentum(case: Case):
+    case.options.error_feedback, case.options.momentum = False, 0.9
+    return (case.model, case.options), r"error_feedback is off but momentum is 0.9"
+
+
+def negative_timeout(case: Case):
+    return (case.model, case.options, None, None, -1.0), r"timeout is -1.0 s, must be positive"
+
+
+CASES = [
+    not_ddp,
+    not_options,
+    double_parameter,
+    complex_parameter,
+    sparse_embedding,
+    second_hook,
+    two_momenta,
+    momentum_in_a_rule,
+    momentum_and_adam,
+    decay_beside_momentum,
+    dampening,
+    density,
+    no_error_feedback_with_momentum,
+    negative_timeout,
+]
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    result = {}
+    for mistake in CASES:
+        case = Case()
+        arguments, pattern = mistake(case)
+        optimizer = next((a for a in arguments if isinstance(a, torch.optim.Optimizer)), None)
+        before = optimizer.state_dict() if optimizer else None
+        with pytest.raises(thinwire.Error) as caught:
+            thinwire.ddp.attach(*arguments)
+        sentence = str(caught.value)
+        assert re.search(pattern, sentence), sentence
+        assert "\n" not in sentence
+        assert caught.value.code == "invalid_argument"
+        if optimizer:
+            assert optimizer.state_dict() == before
+            assert not optimizer._optimizer_step_pre_hooks
+    return result
+
+
+def test_attach_refuses() -> None:
+    ranks.run(2, refusals)
+
+
+def sparse_in_the_hook(rank: int, world_size: int) -> str:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(x)
+
+    model = DistributedDataParallel(Table())
+    state = thinwire.ddp.HookState(models.METHODS["top_k"](), model.named_parameters(), timeout=5)
+    model.register_comm_hook(state, thinwire.ddp.hook)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.tensor([1, 2])).sum().backward()
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_is_refused_by_the_hook() -> None:
+    for sentence in ranks.run(2, sparse_in_the_hook):
+        assert "the gradient of parameter 'table.weight' is sparse (COO)" in sentence
+
+
+def momentum_comes_back(rank: int, world_size: int) -> list[str]:
+    sentences = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        models.loss_of(model, models.Batches(rank)()).backward()
+        optimizer.step()
+
+    for mistake in ("cycle", "set", "load", "decay", "from nothing"):
+        case = Case()
+        model = case.model
+        optimizer = case.sgd(**({} if mistake == "from nothing" else {"momentum": 0.9, "weight_decay": 0.01}))
+        saved = optimizer.state_dict()
+        thinwire.ddp.attach(model, case.options, optimizer)
+        step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.001  # may change freely
+        step(model, optimizer)
+        if mistake == "cycle":
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+        elif mistake == "load":
+            optimizer.load_state_dict(saved)
+        elif mistake == "decay":
+            optimizer.param_groups[0]["weight_decay"] = 0.1
+        else:
+            optimizer.param_groups[0]["momentum"] = 0.5
+        with pytest.raises(thinwire.Error) as caught:
+            step(model, optimizer)
+        sentences.append(str(caught.value))
+    return sentences
+
+
+def test_an_optimizer_that_keeps_its_own_momentum_again() -> None:
+    cycle, put, load, decay, nothing = ranks.run(2, momentum_comes_back)[0]
+    for sentence in (cycle, put, load, nothing):
+        assert "an optimizer that keeps its own momentum would apply it twice" in sentence
+    assert "group 0 of the optimizer has weight_decay 0.1" in decay
+
+
+def fine(rank: int, world_size: int) -> None:
+    """Parameters that the model does not have, and parameters in no optimizer."""
+    network = models.Mlp()
+    model = DistributedDataParallel(network)
+    own, twin = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    hyper = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    optimizer = torch.optim.SGD([network.head.weight, own], **hyper)
+    alone = torch.optim.SGD([twin], **hyper)
+    batches = models.Batches(rank)
+    untouched = network.head.bias.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        alone.zero_grad()
+        models.loss_of(model, batches()).backward()
+        for p in (own, twin):
+            (p * p).sum().backward()
+        optimizer.step()
+        alone.step()
+
+    step()
+    handle = thinwire.ddp.attach(model, models.METHODS["top_k"](), optimizer)
+    for _ in range(4):
+        step()
+    torch.testing.assert_close(own, twin)
+    state = handle.state_dict()
+    assert state["velocity"].keys() == {"head.weight"}
+    handle.load_state_dict(state)
+    step()
+    handle.detach()
+    step()
+    torch.testing.assert_close(own, twin)
+    assert torch.equal(network.head.bias, untouched)
+
+
+def test_optimizer_and_model_need_not_have_the_same_parameters() -> None:
+    ranks.run(2, fine)
+
+
+def without_error_feedback(rank: int, world_size: int) -> None:
+    case = Case()
+    case.options.error_feedback = False
+    optimizer = case.sgd(momentum=0.9)
+    model = case.model
+    handle = thinwire.ddp.attach(model, case.options, optimizer)
+    models.loss_of(model, models.Batches(rank)()).backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert handle.stats().active
+
+
+def test_without_error_feedback_the_optimizer_keeps_its_momentum() -> None:
+    ranks.run(2, without_error_feedback)
+
+
+def closures(rank: int, world_size: int) -> None:
+    """Lightning computes gradients inside the step."""
+    results = []
+    for closure in (False, True):
+        torch.manual_seed(1)
+        case = Case()
+        model, optimizer, batches = case.model, case.sgd(momentum=0.9, weight_decay=0.1), models.Batches(rank)
+        thinwire.ddp.attach(model, case.options, optimizer)
+
+        def backward() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = models.loss_of(model, batches())
+            loss.backward()
+            return loss
+
+        for step in range(5):
+            if not closure:
+                backward()
+                optimizer.step()
+            elif step % 2:
+                assert optimizer.step(backward) > 0
+            else:
+                assert optimizer.step(closure=backward) > 0
+        results.append(models.checksum(list(model.parameters())))
+    assert results[0] == results[1]
+
+
+def test_a_closure_gives_the_same() -> None:
+    ranks.run(2, closures)
+
+
+def uncalled(rank: int, world_size: int) -> None:
+    case = Case()
+    optimizer = case.sgd()
+    thinwire.ddp.HookState(case.options, case.network.named_parameters(), optimizer)
+    models.loss_of(case.network, models.Batches(rank)()).backward()
+    with pytest.warns(UserWarning, match="DDP has not called thinwire's hook"):
+        optimizer.step()
+
+
+def test_a_hook_that_is_never_called_is_noticed() -> None:
+    ranks.run(2, uncalled)
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(thinwire.Error, match="there is no process group: call torch.distributed.init_process_group"):
+        thinwire.ddp.HookState(thinwire.redsync(), models.Mlp().named_parameters())
+
+
+def test_no_parameters() -> None:
+    with pytest.raises(thinwire.Error, match="there is no parameter that requires a gradient"):
+        thinwire.ddp.HookState(thinwire.redsync(), [])
+
+
+def outside_of_the_group(rank: int, world_size: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(thinwire.Error, match="this process is not a member of the process group"):
+            thinwire.ddp.HookState(thinwire.redsync(), models.Mlp().named_parameters(), process_group=group)
+
+
+def test_a_process_outside_of_the_group() -> None:
+    ranks.run(2, outside_of_the_group)
