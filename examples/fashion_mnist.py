@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import thinwire
-import thinwire.ddp
 import torch
 import torch.distributed as dist
 from fashion_mnist_data import DatasetError, load, locate
@@ -26,9 +24,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
+import thinwire.ddp
+
 BATCH = 128  # examples a step, of all ranks together
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
+TIMEOUT = timedelta(minutes=2)  # for a rank that has stalled
 EVALUATIONS = 9  # during a run, the last one at its end
 METHODS = ("dense", "redsync", "dragonn", "dragonn_a", "top_k", "no error feedback")
 TASKS = {  # channels of the two convolutions, width of the hidden layer
@@ -97,13 +99,15 @@ def train(method: str, args: argparse.Namespace, train_set: Images, test_set: Im
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     # All there is of thinwire in a training script: choose a method, attach it. Without these lines it is plain DDP.
-    hook = None
+    handle = None
     if method != "dense":
         options = compression(method, args.density, args.warmup, args.seed)
-        hook = thinwire.ddp.attach(model, options, optimizer)
+        handle = thinwire.ddp.attach(model, options, optimizer, timeout=TIMEOUT)
 
     examples = example_order(len(train_set), args, rank, ranks)
     steps = len(examples)
+    if not 0 < args.warmup < steps:
+        raise ValueError(f"--warmup {args.warmup} must be above 0 and below the number of steps, {steps}")
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / args.warmup, (steps - step) / (steps - args.warmup))
     )
@@ -117,21 +121,21 @@ def train(method: str, args: argparse.Namespace, train_set: Images, test_set: Im
         loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        record.end_step(step, loss, hook.stats() if hook else None)
+        record.end_step(step, loss, handle.stats() if handle else None)
         schedule.step()
         if step + 1 in evaluate_after:
             record.accuracy.append((step + 1, evaluate(model.module, test_set)))
         if rank == 0:
             accuracy = f"accuracy {record.accuracy[-1][1]:.2f} %" if record.accuracy else ""
             progress.update(step + 1, f"loss {loss.item():.3f}  {accuracy}")
-    # Entries that still wait in the residuals have no weight here, since the learning rate has come down to 0. Where it
-    # has not, `hook.flush()` averages them before the last step.
+    # What waits in the residuals now has no weight, since the learning rate has come down to 0. Where it has not,
+    # `handle.flush()` and one more `optimizer.step()` apply it.
 
     checksum = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
     if len(set(gather(checksum))) != 1:
         raise RuntimeError(f"{method}: the ranks hold different parameters after {steps} steps")
-    if hook:
-        hook.detach()
+    if handle:
+        handle.detach()
     return {
         "method": method,
         "density": 1.0 if method == "dense" else args.density,
@@ -239,7 +243,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         sys.exit("Start it with torchrun, for instance: torchrun --nproc-per-node 4 examples/fashion_mnist.py")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         run(args)
     except (DatasetError, thinwire.Error, ValueError) as error:

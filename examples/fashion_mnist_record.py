@@ -3,9 +3,10 @@
 import time
 from statistics import fmean, median
 
-import thinwire
 import torch
 import torch.distributed as dist
+
+import thinwire
 
 
 def gather(value: float) -> list[float]:
