@@ -51,7 +51,7 @@ def main(how: str) -> None:
             try:
                 handle.stats()
             except thinwire.Error as error:
-                assert "belongs to the process that made it" in str(error)  # noqa: PT017
+                assert "belongs to the process that made it" in str(error)
                 handle.close()
                 gc.collect()
                 os._exit(3)

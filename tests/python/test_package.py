@@ -262,7 +262,7 @@ def test_a_communicator_in_python() -> None:
 
     reducer = thinwire.Reducer(o, [("w", 100)], Incomplete())
     reducer.begin_step()
-    with pytest.raises(thinwire.Error, match="Incomplete.*does not implement all_gather"):
+    with pytest.raises(thinwire.Error, match=r"Incomplete.*does not implement all_gather"):
         reducer.reduce([("w", 100, True)], g).wait()
 
 

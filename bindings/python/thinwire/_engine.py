@@ -101,7 +101,7 @@ class Engine:
                 _write_gradient(p, shaped(mean[begin : begin + p.numel()], p))
                 begin += p.numel()
         if self._momentum is not None:
-            self._momentum.skip_once()
+            self._momentum.expect_flush(True)
 
     def stats(self) -> StepStats:
         """What the last step did, on this rank."""
@@ -161,6 +161,8 @@ class Engine:
     def _begin_step(self) -> None:
         self._was_called = True
         self._works.clear()
+        if self._momentum is not None:
+            self._momentum.expect_flush(False)
         self.reducer.begin_step()
 
     def _raise_failure(self) -> None:

@@ -20,7 +20,9 @@ from ._errors import Error, ErrorCode
 from ._layout import flatten, shaped
 from ._thinwire import ParameterRule, Reducer, ReducerOptions
 
-_KEY = "thinwire"  # where a parameter group remembers what was taken from it; travels with the optimizer's state_dict
+# What was taken from a parameter group stays noted in it under these keys, and so travels with the optimizer's
+# state_dict: one that is loaded before attach() tells what to take, although momentum is 0 in it.
+_TAKEN = {key: f"thinwire_{key}" for key in ("momentum", "nesterov", "weight_decay")}
 
 
 @dataclass
@@ -54,17 +56,18 @@ class Momentum:
         self._groups: list[_Group] = []
         self._decay: dict[str, Tensor] = {}  # w, f32, in the parameter's shape
         self._outside: dict[str, Tensor] = {}  # momentum buffers of outsiders, f32
-        self._skip_once = False
+        self._skips_decay = False
         _refuse_two_momenta(optimizer, names, options)
         if self._is_watched:
             for index, group in enumerate(optimizer.param_groups):
                 self._plan(index, group)
 
     def _plan(self, index: int, group: dict[str, Any]) -> None:
-        taken = group.get(_KEY) if group["momentum"] == 0 else None  # restored from a checkpoint
-        source = taken or group
+        own = {key: group[key] for key in _TAKEN}
+        if own["momentum"] == 0 and _TAKEN["momentum"] in group:
+            own = {key: group[noted] for key, noted in _TAKEN.items()}
         members = [(self._names[id(p)], p) for p in group["params"] if id(p) in self._names]
-        if source["momentum"] == 0 or not members:
+        if own["momentum"] == 0 or not members:
             return
         if group["dampening"] != 0:
             raise Error(
@@ -76,9 +79,9 @@ class Momentum:
         self._groups.append(
             _Group(
                 index,
-                float(source["momentum"]),
-                bool(source["nesterov"]),
-                float(source["weight_decay"]),
+                float(own["momentum"]),
+                bool(own["nesterov"]),
+                float(own["weight_decay"]),
                 members,
                 outsiders,
             )
@@ -112,20 +115,17 @@ class Momentum:
                 buffer = self._pop_buffer(parameter)
                 if buffer is not None:
                     self._outside[key] = buffer.detach().float().clone()
-            group[_KEY] = {
-                "momentum": taken.momentum,
-                "nesterov": taken.nesterov,
-                "weight_decay": taken.weight_decay,
-            }
+            for key, noted in _TAKEN.items():
+                group[noted] = getattr(taken, key)
             group["momentum"], group["nesterov"], group["weight_decay"] = 0, False, 0
 
     def give_back(self, velocities: Mapping[str, Tensor] | None) -> None:
         """Restores the optimizer. velocities: mean over the ranks by name, flat f32; None drops the momentum so far."""
         for taken in self._groups:
             group = self._optimizer.param_groups[taken.index]
-            group.pop(_KEY, None)
-            group["momentum"], group["nesterov"] = taken.momentum, taken.nesterov
-            group["weight_decay"] = taken.weight_decay
+            for key, noted in _TAKEN.items():
+                group.pop(noted, None)
+                group[key] = getattr(taken, key)
             for name, parameter in taken.members:
                 if velocities is None or name not in velocities:
                     continue
@@ -145,8 +145,8 @@ class Momentum:
                 optimizer that unscales gradients itself.
         """
         self._refuse_own_momentum()
-        if self._skip_once:
-            self._skip_once = False
+        if self._skips_decay:
+            self._skips_decay = False
             return None
         if not any(group.weight_decay or group.outsiders for group in self._groups):
             return None
@@ -164,9 +164,9 @@ class Momentum:
         self._adjust()
         return None
 
-    def skip_once(self) -> None:
-        """The next step takes what was flushed and nothing else: no decay, since no gradient came with it."""
-        self._skip_once = True
+    def expect_flush(self, is_flush: bool) -> None:
+        """Whether the next step takes what was flushed and nothing else: no decay, since no gradient came with it."""
+        self._skips_decay = is_flush
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Copies of the decay momentum by parameter name, and of the momentum of parameters outside the model."""
@@ -257,7 +257,7 @@ def _refuse_two_momenta(optimizer: Optimizer, names: Mapping[int, str], options:
     for index, group in enumerate(optimizer.param_groups):
         if not any(id(p) in names for p in group["params"]):
             continue
-        own = group.get("momentum") or group.get(_KEY, {}).get("momentum") or group.get("betas")
+        own = group.get("momentum") or group.get(_TAKEN["momentum"]) or group.get("betas")
         if own:
             raise Error(
                 ErrorCode.invalid_argument,

@@ -96,11 +96,12 @@ class HookState:
             engine.release()
 
     def flush(self) -> None:
-        """Averages over the ranks what waits in the residuals, into each parameter's `grad`. Every rank calls it.
+        """Averages over the ranks what waits in the residuals. Every rank calls it, between steps.
 
-        Afterwards the residuals are zero. The caller goes on with ``optimizer.step()``; with SGD that step applies what
-        was flushed and no weight decay of the momentum's. For the end of training, before an evaluation or `detach`.
-        An adaptive optimizer such as Adam takes the small rest for a whole gradient; lower its rate, or leave it out.
+        The mean replaces what each parameter's `grad` holds; afterwards the residuals are zero. The caller goes on with
+        ``optimizer.step()``: with SGD it applies what was flushed, without the weight decay that goes with momentum.
+        For the end of training, before an evaluation or `detach`. An adaptive optimizer such as Adam takes the small
+        rest for a whole gradient: lower its rate, or leave the step out.
 
         Raises:
             Error: what ended the last step; timeout or remote if the other ranks do not come.
