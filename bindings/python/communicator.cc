@@ -141,6 +141,7 @@ thinwire.Error reaches the caller as a thinwire.Error with code "system".)")
             self.all_gather(bytes(block), writable_bytes(blocks));
           },
           "block"_a.noconvert(), "blocks"_a.noconvert(),
+          nb::sig("def all_gather(self, block: typing.Any, blocks: typing.Any) -> None"),
           "blocks [size * n] u8 receives every rank's block [n] u8 in rank order; n is the same on all ranks.")
       .def(
           "all_to_all",
@@ -149,6 +150,7 @@ thinwire.Error reaches the caller as a thinwire.Error with code "system".)")
             self.all_to_all(bytes(sent), writable_bytes(received));
           },
           "sent"_a.noconvert(), "received"_a.noconvert(),
+          nb::sig("def all_to_all(self, sent: typing.Any, received: typing.Any) -> None"),
           "Block r of `sent` [size * n] u8 goes to rank r; block r of `received` came from rank r.")
       .def(
           "all_reduce",
@@ -157,6 +159,7 @@ thinwire.Error reaches the caller as a thinwire.Error with code "system".)")
             self.all_reduce({mine.data(), mine.size()}, {sum.data(), sum.size()});
           },
           "mine"_a.noconvert(), "sum"_a.noconvert(),
+          nb::sig("def all_reduce(self, mine: typing.Any, sum: typing.Any) -> None"),
           "sum [n] f32 receives the elementwise sum of all ranks' mine [n] f32; `mine` may be `sum`.")
       .def("barrier", &Communicator::barrier, released, "Returns when every rank has come here.")
       .def("abort", &Communicator::abort, "reason"_a, released,

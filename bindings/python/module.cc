@@ -69,8 +69,8 @@ NB_MODULE(_thinwire, m) {
   // PyTorch keeps DDP models, and what they hold, alive past the end of the interpreter.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate);
-  m.attr("__version__") = std::to_string(THINWIRE_VERSION_MAJOR) + "." + std::to_string(THINWIRE_VERSION_MINOR) + "." +
-                          std::to_string(THINWIRE_VERSION_PATCH);
+  m.attr("version") = std::to_string(THINWIRE_VERSION_MAJOR) + "." + std::to_string(THINWIRE_VERSION_MINOR) + "." +
+                      std::to_string(THINWIRE_VERSION_PATCH);
   bind_options(m);
   bind_communicator(m);
   bind_reducer(m);

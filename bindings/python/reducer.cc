@@ -291,7 +291,7 @@ every rank's jobs of that step and all later ones raise one Error that names the
 "dense": send everything; "flush": average only what waits in the residuals, whatever the buffers hold.
 Errors: the error the last step ended with.)")
       .def("reduce", &reduce, "slices"_a, "gradient"_a.noconvert(), "on_done"_a = nb::none(),
-           nb::sig("def reduce(self, slices: collections.abc.Sequence[tuple[str, int, bool]], gradient: object, "
+           nb::sig("def reduce(self, slices: collections.abc.Sequence[tuple[str, int, bool]], gradient: typing.Any, "
                    "on_done: collections.abc.Callable[[thinwire._errors.Error | None], None] | None = None) -> Work"),
            R"(gradient <- mean over the ranks of what they send.
 
@@ -320,15 +320,18 @@ What is wrong with slices or gradient fails the job, on every rank.)")
       .def(
           "residual",
           [](const OwnedReducer& self, const std::string& name) { return copy_of(self, name, &Residual::residual); },
-          "name"_a, "A copy [numel] f32 of what waits; waits for the jobs of the step.")
+          "name"_a, nb::sig("def residual(self, name: str) -> typing.Any"),
+          "A copy [numel] f32 of what waits; waits for the jobs of the step.")
       .def(
           "velocity",
           [](const OwnedReducer& self, const std::string& name) { return copy_of(self, name, &Residual::velocity); },
-          "name"_a, "A copy [numel] f32, empty without momentum; waits for the jobs of the step.")
-      .def("state", &state, nb::sig("def state(self) -> dict[str, object]"),
+          "name"_a, nb::sig("def velocity(self, name: str) -> typing.Any"),
+          "A copy [numel] f32, empty without momentum; waits for the jobs of the step.")
+      .def("state", &state, nb::sig("def state(self) -> dict[str, typing.Any]"),
            R"(State as of the end of the last step: "step", and "residual" and "velocity" as f32 arrays by name.)")
       .def("load", &load, "step"_a, "residual"_a, "velocity"_a,
-           nb::sig("def load(self, step: int, residual: dict[str, object], velocity: dict[str, object]) -> None"),
+           nb::sig(
+               "def load(self, step: int, residual: dict[str, typing.Any], velocity: dict[str, typing.Any]) -> None"),
            R"(Replaces the state of all parameters, between steps. Values are f32 arrays [numel].
 
 Errors: invalid_argument for an unknown, missing or doubled name, a wrong size or a non-finite value; then nothing is
@@ -339,7 +342,9 @@ changed.)")
             const nb::gil_scoped_release release;
             (*self).set_velocity(name, {velocity.data(), velocity.size()});
           },
-          "name"_a, "velocity"_a.noconvert(), "Replaces one parameter's velocity [numel] f32. Before the first step.")
+          "name"_a, "velocity"_a.noconvert(),
+          nb::sig("def set_velocity(self, name: str, velocity: typing.Any) -> None"),
+          "Replaces one parameter's velocity [numel] f32. Before the first step.")
       .def(
           "close", [](const OwnedReducer& self) { self.close(); }, released,
           "Waits for the jobs in the queue and stops the thread; further jobs raise. Idempotent.");
@@ -356,8 +361,8 @@ changed.)")
         return nb::make_tuple(to_array(std::move(selected.indices)), to_array(std::move(selected.values)));
       },
       "selector"_a, "values"_a.noconvert(), "seed"_a = 0,
-      nb::sig("def select(selector: TopK | TrimmedTopK | HashedSlots, values: object, seed: int = 0) "
-              "-> tuple[object, object]"),
+      nb::sig("def select(selector: TopK | TrimmedTopK | HashedSlots, values: typing.Any, seed: int = 0) "
+              "-> tuple[typing.Any, typing.Any]"),
       R"(What a selector would send of values [n] f32: indices [nnz] u32 and values [nnz] f32.
 
 Free slots of HashedSlots(layout="a") have index 0xFFFFFFFF and value 0.)");

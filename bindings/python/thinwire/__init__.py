@@ -30,7 +30,6 @@ from ._thinwire import (
     Traffic,
     TrimmedTopK,
     Work,
-    __version__,
     dense,
     dragonn,
     make_thread_communicators,
@@ -38,6 +37,7 @@ from ._thinwire import (
     select,
     top_k,
 )
+from ._thinwire import version as __version__
 
 __all__ = [
     "Codec",

@@ -110,7 +110,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """See HookState.state_dict."""
         state = self.reducer.state()
-        outside = {"decay_momentum": {}, "outside_momentum": {}}
+        none: dict[str, Any] = {"decay_momentum": {}, "outside_momentum": {}}
         return {
             "version": _FORMAT,
             "rank": self._communicator.rank(),
@@ -118,7 +118,7 @@ class Engine:
             "step": state["step"],
             "residual": {name: torch.from_dlpack(v) for name, v in state["residual"].items()},
             "velocity": {name: torch.from_dlpack(u) for name, u in state["velocity"].items()},
-            **(outside if self._momentum is None else self._momentum.state_dict()),
+            **(none if self._momentum is None else self._momentum.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -57,6 +57,13 @@ class HookState:
             unsupported for a parameter that is not in host memory or a backend that does not reach it.
     """
 
+    _parameters: dict[str, torch.Tensor]
+    _process_group: dist.ProcessGroup | None
+    _timeout: _Timeout
+    _communicator: TorchCommunicator | None  # kept over detach and attach
+    _engine: Engine | None  # while attached
+    _process: int  # the one that the engine's thread lives in
+
     def __init__(
         self,
         options: ReducerOptions,
@@ -180,11 +187,8 @@ class HookState:
         return self._engine
 
     def _clear(self) -> None:
-        self._parameters: dict[str, torch.Tensor] = {}
-        self._process_group: dist.ProcessGroup | None = None
-        self._timeout: _Timeout = None
-        self._communicator: TorchCommunicator | None = None
-        self._engine: Engine | None = None
+        self._parameters = {}
+        self._process_group = self._timeout = self._communicator = self._engine = None
         self._process = os.getpid()
 
     # DDP models are copied and pickled with the states of their hooks. Threads and process groups do not travel.
