@@ -15,7 +15,7 @@ from pathlib import Path
 
 import models
 import torch
-import torch._dynamo  # which optimizers import in their first step
+import torch._dynamo  # which DDP and optimizers import in their first step
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,9 +30,9 @@ def main(how: str) -> None:
     handle = thinwire.ddp.attach(model, models.METHODS["redsync"](), optimizer)
     batches = models.Batches(rank)
 
-    def step() -> None:
+    def step(batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         optimizer.zero_grad()
-        models.loss_of(model, batches()).backward()
+        models.loss_of(model, batches() if batch is None else batch).backward()
         optimizer.step()
 
     for _ in range(5):
@@ -42,10 +42,8 @@ def main(how: str) -> None:
         data = torch.utils.data.TensorDataset(x, y)
         for _ in range(2):
             for batch in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork"):
-                optimizer.zero_grad()
-                models.loss_of(model, batch).backward()
-                optimizer.step()
-    elif how == "fork":
+                step(batch)
+    elif how == "forks":
         pid = os.fork()
         if pid == 0:
             try:
@@ -57,8 +55,6 @@ def main(how: str) -> None:
                 os._exit(3)
             os._exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-        step()
-    elif how == "fork and exit":
         pid = os.fork()
         if pid == 0:
             sys.exit(5)  # runs what is registered for the exit

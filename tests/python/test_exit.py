@@ -11,7 +11,7 @@ import pytest
 import ranks
 
 SCRIPT = Path(__file__).with_name("scripts_exit.py")
-HOWS = ["plain", "loader", "fork", "fork and exit", "destroyed", "closed", "dropped", "reducer alone"]
+HOWS = ["plain", "forks", "destroyed", "closed", "dropped", "reducer alone"]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
