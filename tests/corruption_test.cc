@@ -168,6 +168,10 @@ TEST_F(Crafted, EntriesInWrongSlots) {
   EXPECT_TRUE(refuses(good(hashed), kIndices + 4 * first, stranger, 4));
   EXPECT_TRUE(refuses(good(hashed), kIndices + 4 * first, 3, 4)) << "before its unit";
   EXPECT_TRUE(refuses(good(hashed), kIndices + 4 * first, 40, 4)) << "behind its unit";
+  const auto free =
+      std::size_t(std::find(hashed.indices.begin(), hashed.indices.end(), kEmptySlot) - hashed.indices.begin());
+  ASSERT_LT(free, 8u);
+  EXPECT_TRUE(refuses(good(hashed), kIndices + 4 * 8 + 4 * free, 0x3F800000u, 4)) << "a free slot with a value";
 }
 
 TEST_F(Crafted, FieldsOfSections) {
@@ -178,6 +182,7 @@ TEST_F(Crafted, FieldsOfSections) {
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kExtentAt, 33, 4)) << "past the bucket";
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kExtentAt, 0xFFFFFFFFu, 4)) << "past 32 bits";
   for (const std::size_t reserved : {20, 24, 28}) EXPECT_TRUE(refuses(good(sparse), kSection + reserved, 1, 4));
+  EXPECT_TRUE(refuses(good(sparse), kSection + reference::kHashSeedAt, 5, 4)) << "a seed without hashed order";
   const OwnedSection dense = dense_section(0, {1.0f, 2.0f});
   EXPECT_TRUE(refuses(good(dense), kSection + reference::kSectionFlagsAt, 1, 1)) << "a dense section in hashed order";
   Bytes bytes = good(dense);
@@ -211,6 +216,14 @@ TEST_F(Crafted, FieldsOfTheHeader) {
   reference::overwrite(bytes, reference::kSlicesAt, 0xFFFFFFFFu, 4);
   reference::seal(bytes);
   EXPECT_TRUE(refused(bytes, 40)) << "more bits than bytes";
+  EXPECT_TRUE(refuses(good(sparse), 64, 0b11, 1)) << "the gradient bit of a second slice";
+  EXPECT_TRUE(refuses(good(sparse), 67, 0x80, 1)) << "the gradient bit of a 32nd slice";
+  for (const std::uint16_t flag : {PayloadHeader::relayout, PayloadHeader::failed}) {
+    bytes = good(sparse);
+    reference::overwrite(bytes, reference::kFlagsAt, flag, 2);
+    reference::seal(bytes);
+    EXPECT_TRUE(refused(bytes, 40, reference::kPayloadBytesAt)) << "a flagged payload with sections";
+  }
   for (const std::uint64_t size : {std::uint64_t{0}, std::uint64_t{60}, ~std::uint64_t{0}, ~std::uint64_t{3}}) {
     bytes = good(sparse);
     reference::overwrite(bytes, reference::kPayloadBytesAt, size, 8);

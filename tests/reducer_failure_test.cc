@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include "failures.h"
+#include "reference/wire.h"
 
 namespace thinwire::test {
 namespace {
@@ -201,14 +202,24 @@ TEST(ReducerFailure, ABrokenTransportIsToldToTheOthers) {
     });
 }
 
-// One rank receives a flipped bit. It alone knows; the others hear of it in the next job.
+// One rank receives damaged bytes. It alone knows; the others hear of it in the next job.
 TEST(ReducerFailure, ACorruptPayloadIsRefusedAndReported) {
-  for (const bool in_header : {false, true})
+  const std::vector<std::function<void(std::span<std::byte>)>> damages = {
+      [](std::span<std::byte> block) { block[120] ^= std::byte{4}; },
+      [](std::span<std::byte> block) { block[5] ^= std::byte{4}; },  // in the header
+      [](std::span<std::byte> block) {                               // a sound one, but without the payload
+        reference::Bytes header(block.begin(), block.begin() + 64);
+        reference::overwrite(header, reference::kFlagsAt, PayloadHeader::relayout, 2);
+        reference::overwrite(header, reference::kPayloadBytesAt, 64, 8);
+        reference::seal(header);
+        std::copy(header.begin(), header.end(), block.begin());
+      }};
+  for (const auto& damage : damages)
     run_ranks(3, [&](Communicator& inner) {
       const int rank = inner.rank();
       std::atomic<bool> corrupt = false;
       MeddlingCommunicator communicator(inner, {}, [&](std::uint64_t, std::span<std::byte> received) {
-        if (corrupt.exchange(false)) received[received.size() * 2 / 3 + (in_header ? 5 : 120)] ^= std::byte{4};
+        if (corrupt.exchange(false)) damage(received.subspan(received.size() / 3 * 2));
       });
       Reducer reducer(failing_options(), model(), communicator);
       for (int step = 0; step < 2; ++step) {
