@@ -63,7 +63,7 @@ std::size_t capacity(const Selector& selector, std::size_t numel) noexcept;
 
 /// One selection from one unit, in the steps that let it ride on the pass that accumulates the residual:
 ///
-///     selection.begin(selector, unit, seed, peek);   // may sample the values that the pass is about to produce
+///     selection.begin(selector, unit, seed, peek);   // TopK samples the values that the pass is about to produce
 ///     for each block, in order:  selection.collect(values, count, offset);
 ///     selection.finish(out);                         // may read the unit again
 ///

@@ -12,54 +12,51 @@
 #include "select/select_kernels.h"
 
 namespace thinwire {
-namespace {
 
-// The key of rank `rank` as a sample with replacement shows it; 0 if the unit had better be read whole.
-std::uint32_t sampled_threshold(const SampleSource& source, std::size_t rank, double sample_fraction,
-                                std::vector<std::uint32_t>& keys) {
-  const auto numel = static_cast<double>(source.numel);
-  const double share = static_cast<double>(rank) / numel;
-  const double samples = std::max(std::ceil(sample_fraction * numel), std::ceil(kHashedSampleSurvivors / share));
-  if (2 * samples >= numel) return 0;
+void HashedSlotsSelection::begin(const SampleSource& source, const HashedSlots& selector, std::size_t k,
+                                 std::size_t capacity) {
+  source_ = source;
+  source_.peek = nullptr;
+  selector_ = selector;
+  capacity_ = capacity;
+  const bool layout_a = selector.layout == HashedSlots::Layout::a;
+  rank_ = std::min(layout_a ? 2 * k : k, source.numel);
+  const std::size_t slots = layout_a ? k : 4 * k;
+  slot_indices_.assign(slots, kEmptySlot);
+  slot_values_.assign(slots, 0.0f);
+}
+
+// The magnitude of rank `rank_` as a sample with replacement shows it; exactly, where the sample would not be much
+// smaller than the unit. At least 1, so that zeros are no candidates.
+std::uint32_t HashedSlotsSelection::threshold() {
+  const auto numel = static_cast<double>(source_.numel);
+  const double share = static_cast<double>(rank_) / numel;
+  const double samples =
+      std::max(std::ceil(selector_.sample_fraction * numel), std::ceil(kHashedSampleSurvivors / share));
+  if (2 * samples >= numel) {
+    whole_.begin(rank_, 1);
+    whole_.collect(source_.unit);
+    return whole_.least_of_best();
+  }
+  std::vector<std::uint32_t>& keys = scratch_;
   keys.clear();
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(samples); ++i) {
-    const std::uint32_t hash = murmur3_32(i, sampling_seed(source.seed));
-    source.read(scale_hash(hash, static_cast<std::uint32_t>(source.numel)), 1, keys);
+    const std::uint32_t hash = murmur3_32(i, sampling_seed(source_.seed));
+    source_.read(scale_hash(hash, static_cast<std::uint32_t>(source_.numel)), 1, keys);
   }
   const auto sampled_rank = static_cast<std::size_t>(std::floor(samples * share + 0.5));
   return std::max(key_of_rank(keys, std::max<std::size_t>(sampled_rank, 1)), 1u);
 }
 
-}  // namespace
-
-void HashedSlotsSelection::begin(const SampleSource& source, const HashedSlots& selector, std::size_t k,
-                                 std::size_t capacity) {
-  source_ = source;
-  layout_ = selector.layout;
-  capacity_ = capacity;
-  begin_ = source.unit.front().offset;
-  const std::size_t rank = std::min(layout_ == HashedSlots::Layout::a ? 2 * k : k, source.numel);
-  threshold_ = sampled_threshold(source, rank, selector.sample_fraction, scratch_);
-  if (threshold_ == 0) whole_.begin(rank, 1);
-  const std::size_t slots = layout_ == HashedSlots::Layout::a ? k : 4 * k;
-  slot_indices_.assign(slots, kEmptySlot);
-  slot_values_.assign(slots, 0.0f);
-}
-
-void HashedSlotsSelection::collect(const float* values, std::size_t count, std::uint32_t offset) {
-  if (threshold_ == 0)
-    whole_.collect(values, count, offset);
-  else
-    insert(values, count, offset);
-}
-
-void HashedSlotsSelection::insert(const float* values, std::size_t count, std::uint32_t offset) {
+void HashedSlotsSelection::insert(const float* values, std::size_t count, std::uint32_t offset,
+                                  std::uint32_t threshold) {
   std::array<std::uint32_t, kBlock + 1> hits;
-  const std::size_t found = find_at_least(values, count, threshold_, hits.data());
+  const std::size_t found = find_at_least(values, count, threshold, hits.data());
   const auto slots = static_cast<std::uint32_t>(slot_indices_.size());
+  const std::uint32_t first = source_.unit.front().offset;
   for (std::size_t j = 0; j < found; ++j) {
     const std::uint32_t index = offset + hits[j];
-    const std::uint32_t slot = scale_hash(murmur3_32(index - begin_, source_.seed), slots);
+    const std::uint32_t slot = scale_hash(murmur3_32(index - first, source_.seed), slots);
     // Entries come in ascending order, so of equal magnitudes the smaller index is there first.
     if (magnitude_key(values[hits[j]]) <= magnitude_key(slot_values_[slot])) continue;
     slot_indices_[slot] = index;
@@ -68,13 +65,11 @@ void HashedSlotsSelection::insert(const float* values, std::size_t count, std::u
 }
 
 void HashedSlotsSelection::finish(SparseGradient& out) {
-  if (threshold_ == 0) {
-    threshold_ = whole_.least_of_best();
-    for_each_block(source_.unit, [this](const float* values, std::size_t count, std::uint32_t offset) {
-      insert(values, count, offset);
-    });
-  }
-  if (layout_ == HashedSlots::Layout::a) {
+  const std::uint32_t least = threshold();
+  for_each_block(source_.unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
+    insert(values, count, offset, least);
+  });
+  if (selector_.layout == HashedSlots::Layout::a) {
     out.indices.assign(slot_indices_.begin(), slot_indices_.end());
     out.values.assign(slot_values_.begin(), slot_values_.end());
     out.hashed_order = true;

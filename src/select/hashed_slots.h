@@ -1,4 +1,5 @@
-// DRAGONN's hashed slots: candidates above a sampled threshold compete for the slots of a table.
+// DRAGONN's hashed slots: candidates above a sampled threshold compete for the slots of a table. The threshold is sampled
+// after the pass that accumulates: a random sample of what the pass will leave would miss the cache in g, u and v.
 #pragma once
 
 #include "select/candidates.h"
@@ -9,17 +10,17 @@ namespace thinwire {
 class HashedSlotsSelection {
  public:
   void begin(const SampleSource& source, const HashedSlots& selector, std::size_t k, std::size_t capacity);
-  void collect(const float* values, std::size_t count, std::uint32_t offset);
+  void collect(const float*, std::size_t, std::uint32_t) {}
   void finish(SparseGradient& out);
 
  private:
-  void insert(const float* values, std::size_t count, std::uint32_t offset);
+  std::uint32_t threshold();
+  void insert(const float* values, std::size_t count, std::uint32_t offset, std::uint32_t threshold);
 
   SampleSource source_;
-  HashedSlots::Layout layout_ = HashedSlots::Layout::b;
+  HashedSlots selector_;
+  std::size_t rank_ = 0;  // of the threshold among the magnitudes
   std::size_t capacity_ = 0;
-  std::uint32_t begin_ = 0;      // first offset of the unit: what hashing counts from
-  std::uint32_t threshold_ = 0;  // 0: not known before the unit has been read whole
   Candidates whole_;
   std::vector<std::uint32_t> slot_indices_;
   std::vector<float> slot_values_;
