@@ -39,6 +39,8 @@ def train(args: argparse.Namespace, data: Path, out: Path) -> bool:
     if args.smoke:
         command.append("--smoke")
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    if sys.platform == "linux":  # all ranks are here: works whatever the host is called
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return subprocess.run(command, env=environment, check=False).returncode == 0
 
 
