@@ -187,37 +187,62 @@ TEST(ReducerOracle, OnEveryTarget) {
   });
 }
 
+/// Two steps of one bucket against the oracle, all parameters sparse.
+template <class Values>
+void check_bucket(const ReducerOptions& options, const std::vector<Parameter>& parameters, int ranks,
+                  const Values& values) {
+  SCOPED_TRACE(std::to_string(ranks) + " ranks\n" + to_string(options));
+  Bucket bucket;
+  for (const Parameter& parameter : parameters) bucket.slices.push_back({parameter.name, parameter.numel});
+  reference::Reducer oracle(options, parameters, {}, ranks);
+  const std::vector<std::vector<bool>> has(std::size_t(ranks), std::vector<bool>(parameters.size(), true));
+  std::vector<reference::Reducer::Gradients> gradients(2);
+  std::vector<std::vector<float>> means;
+  for (std::uint64_t step = 0; step < 2; ++step) {
+    for (int rank = 0; rank < ranks; ++rank) gradients[step].push_back(gradient_of(bucket, step, rank, values));
+    means.push_back(oracle.reduce(step, bucket, gradients[step], has));
+  }
+  run_ranks(ranks, [&](Communicator& communicator) {
+    Reducer reducer(options, parameters, communicator);
+    for (std::size_t step = 0; step < 2; ++step) {
+      reducer.begin_step();
+      const auto rank = static_cast<std::size_t>(communicator.rank());
+      ASSERT_TRUE(same_bits(reduce_all(reducer, {bucket}, {gradients[step][rank]})[0], means[step])) << "step " << step;
+    }
+    for (const Parameter& parameter : parameters)
+      EXPECT_TRUE(
+          same_bits(reducer.residual().residual(parameter.name), oracle.state(parameter.name, communicator.rank()).v))
+          << parameter.name;
+  });
+}
+
+// One parameter of each size in a bucket.
+TEST(ReducerOracle, EverySizeAndDistribution) {
+  std::vector<Parameter> parameters;
+  for (const std::size_t numel : kSizes) parameters.push_back({"p" + std::to_string(numel), numel});
+  for (const int ranks : kRanks)
+    for (const Distribution distribution : kDistributions)
+      for (const Selector& selector : selectors(0.01)) {
+        SCOPED_TRACE(to_string(distribution));
+        ReducerOptions options = options_with(selector);
+        options.dense_below = 0;
+        options.momentum = ranks % 2 == 0 ? 0.9f : 0.0f;
+        check_bucket(options, parameters, ranks,
+                     [&](std::size_t n, std::uint32_t seed) { return make_values(distribution, n, seed); });
+      }
+}
+
 #ifndef THINWIRE_SMALL_TESTS
 // Above the sizes at which selectors sample and decoding works in tiles.
 TEST(ReducerOracle, LargeParameters) {
   const std::vector<Parameter> parameters = {{"large", 150'001}, {"odd", 70'003}};
-  Bucket bucket;
-  for (const Parameter& parameter : parameters) bucket.slices.push_back({parameter.name, parameter.numel});
   for (const Unit unit : {Unit::parameter, Unit::bucket})
     for (const Selector& selector : selectors(0.01)) {
       ReducerOptions options = options_with(selector);
       options.momentum = 0.9f;
       options.unit = unit;
-      SCOPED_TRACE(to_string(options));
-      reference::Reducer oracle(options, parameters, {}, 2);
-      std::vector<reference::Reducer::Gradients> gradients(2);
-      std::vector<std::vector<float>> means;
-      for (std::uint64_t step = 0; step < 2; ++step) {
-        for (int rank = 0; rank < 2; ++rank) gradients[step].push_back(gradient_of(bucket, step, rank));
-        means.push_back(oracle.reduce(step, bucket, gradients[step], {{true, true}, {true, true}}));
-      }
-      run_ranks(2, [&](Communicator& communicator) {
-        Reducer reducer(options, parameters, communicator);
-        for (std::size_t step = 0; step < 2; ++step) {
-          reducer.begin_step();
-          const auto rank = static_cast<std::size_t>(communicator.rank());
-          ASSERT_TRUE(same_bits(reduce_all(reducer, {bucket}, {gradients[step][rank]})[0], means[step]))
-              << "step " << step;
-        }
-        for (const Parameter& parameter : parameters)
-          EXPECT_TRUE(same_bits(reducer.residual().residual(parameter.name),
-                                oracle.state(parameter.name, communicator.rank()).v));
-      });
+      check_bucket(options, parameters, 2,
+                   [](std::size_t n, std::uint32_t seed) { return make_values(Distribution::normal, n, seed); });
     }
 }
 #endif
