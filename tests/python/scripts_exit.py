@@ -66,15 +66,14 @@ def main(how: str) -> None:
     elif how == "closed":
         handle.close()
         handle.close()
-    elif how == "dropped":
-        del model, optimizer, handle
-        gc.collect()
-    elif how == "reducer alone":
         communicators = thinwire.make_thread_communicators(1)
         alone = thinwire.Reducer(thinwire.dense(), [("w", 4)], communicators[0])
         alone.begin_step()
         alone.reduce([("w", 4, True)], torch.ones(4), lambda error: None)
         sys.kept = alone  # outlives the interpreter's clean-up
+    elif how == "dropped":
+        del model, optimizer, handle
+        gc.collect()
     print(f"rank {rank} has come to the end", flush=True)
 
 

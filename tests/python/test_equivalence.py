@@ -102,7 +102,7 @@ def differences(rank: int, world_size: int, network: str) -> dict:
     return result
 
 
-@pytest.fixture(scope="module", params=[("linear", 2), ("relu", 3)], ids=str)
+@pytest.fixture(scope="module", params=[("linear", 3), ("relu", 2)], ids=str)
 def measured(request: pytest.FixtureRequest) -> tuple[float, dict]:
     network, world_size = request.param
     return BARS[network], ranks.run(world_size, differences, network, limit=300)[0]
