@@ -21,6 +21,14 @@ void put(std::span<std::byte> out, std::size_t at, T value) {
   std::memcpy(out.data() + at, &value, sizeof value);
 }
 
+// Writes the elements, if any, and returns where they end.
+template <class T>
+std::size_t put_all(std::span<std::byte> out, std::size_t at, std::span<const T> values) {
+  const std::span<const std::byte> bytes = std::as_bytes(values);
+  std::copy(bytes.begin(), bytes.end(), out.begin() + static_cast<std::ptrdiff_t>(at));
+  return at + bytes.size();
+}
+
 template <class T>
 T get(std::span<const std::byte> in, std::size_t at) {
   T value;
@@ -59,8 +67,7 @@ std::size_t write_section(std::span<std::byte> out, std::size_t at, const DenseS
   put(out, at + wire::kBegin, section.begin);
   put(out, at + wire::kExtent, count);
   put(out, at + wire::kCount, count);
-  std::memcpy(out.data() + at + wire::kSectionHeader, section.values.data(), section.values.size_bytes());
-  return at + wire::kSectionHeader + section.values.size_bytes();
+  return put_all(out, at + wire::kSectionHeader, section.values);
 }
 
 std::size_t write_section(std::span<std::byte> out, std::size_t at, const SparseSection& section) {
@@ -71,11 +78,8 @@ std::size_t write_section(std::span<std::byte> out, std::size_t at, const Sparse
   put(out, at + wire::kExtent, section.extent);
   put(out, at + wire::kCount, static_cast<std::uint32_t>(section.indices.size()));
   put(out, at + wire::kHashSeed, section.hash_seed);
-  at += wire::kSectionHeader;
-  std::memcpy(out.data() + at, section.indices.data(), section.indices.size_bytes());
-  at += section.indices.size_bytes();
-  std::memcpy(out.data() + at, section.values.data(), section.values.size_bytes());
-  return at + section.values.size_bytes();
+  at = put_all(out, at + wire::kSectionHeader, section.indices);
+  return put_all(out, at, section.values);
 }
 
 // Each index once and inside the unit: ascending, or in the slot its hash names.

@@ -1,10 +1,10 @@
 // Half-precision gradients: exact widening to f32, and rounding back to nearest, ties to even.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "thinwire/types.h"
 
@@ -44,7 +44,7 @@ inline std::uint16_t f32_to_f16(float value) noexcept {
 /// out [count] <- elements [begin, begin + count) of a gradient buffer, as f32.
 inline void load_gradient(const GradientView& from, std::size_t begin, std::size_t count, float* out) {
   if (from.dtype == DType::f32) {
-    std::memcpy(out, static_cast<const float*>(from.data) + begin, count * sizeof(float));
+    std::copy_n(static_cast<const float*>(from.data) + begin, count, out);
     return;
   }
   const auto* half = static_cast<const std::uint16_t*>(from.data) + begin;
@@ -57,7 +57,7 @@ inline void load_gradient(const GradientView& from, std::size_t begin, std::size
 /// Elements [begin, begin + count) of a gradient buffer <- values, rounded once.
 inline void store_gradient(const GradientView& to, std::size_t begin, std::size_t count, const float* values) {
   if (to.dtype == DType::f32) {
-    std::memmove(static_cast<float*>(to.data) + begin, values, count * sizeof(float));
+    std::copy_n(values, count, static_cast<float*>(to.data) + begin);
     return;
   }
   auto* half = static_cast<std::uint16_t*>(to.data) + begin;
