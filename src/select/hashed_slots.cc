@@ -40,9 +40,12 @@ std::uint32_t HashedSlotsSelection::threshold() {
   }
   std::vector<std::uint32_t>& keys = scratch_;
   keys.clear();
+  const auto position = [this](std::uint32_t i) {
+    return scale_hash(murmur3_32(i, sampling_seed(source_.seed)), static_cast<std::uint32_t>(source_.numel));
+  };
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(samples); ++i) {
-    const std::uint32_t hash = murmur3_32(i, sampling_seed(source_.seed));
-    source_.read(scale_hash(hash, static_cast<std::uint32_t>(source_.numel)), 1, keys);
+    source_.prefetch(position(i + kSamplePrefetch));
+    source_.read(position(i), 1, keys);
   }
   const auto sampled_rank = static_cast<std::size_t>(std::floor(samples * share + 0.5));
   return std::max(key_of_rank(keys, std::max<std::size_t>(sampled_rank, 1)), 1u);

@@ -18,6 +18,8 @@ struct SampleSource {
 
   /// Appends the keys of elements [position, position + count) of the unit, cut at the end of the segment.
   void read(std::size_t position, std::size_t count, std::vector<std::uint32_t>& keys) const;
+  /// Asks the memory for an element of the unit that will soon be read.
+  void prefetch(std::size_t position) const;
 };
 
 /// The seed of sampling, apart from the one of hashing.
