@@ -96,7 +96,7 @@ def train(method: str, args: argparse.Namespace, train_set: Images, test_set: Im
     """Trains one model with one method and returns what was measured. Every rank calls it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
-    model = DistributedDataParallel(network(args.task), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(network(args.task))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     # All there is of thinwire in a training script: choose a method, attach it. Without these lines it is plain DDP.
