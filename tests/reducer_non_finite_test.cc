@@ -109,6 +109,23 @@ TEST(ReducerNonFinite, OnSeveralRanksAndInSeveralBuckets) {
   check({5, 100, DType::f32, {{0, 0, 10, kNaN}, {1, 0, 602, kInfinity}, {2, 1, 700, kNaN}, {4, 1, 1533, kNaN}}});
 }
 
+// Of several bad entries of one rank the first is named, whichever slice it lies in.
+TEST(ReducerNonFinite, ShowsTheFirstOfABucket) {
+  run_ranks(2, [](Communicator& communicator) {
+    Reducer reducer(options_with(TopK{0.02}), model(), communicator);
+    const Bucket bucket = bucket_of({"fc.bias", "fc.weight", "scale", "conv.weight"});  // dense, sparse, dense, sparse
+    for (const std::vector<std::size_t>& places :
+         {std::vector<std::size_t>{5, 100, 1533, 1700}, {100, 1533, 1700}, {1533, 1700}}) {
+      std::vector<float> gradient = gradient_of(bucket, reducer.step(), communicator.rank());
+      if (communicator.rank() == 1)
+        for (const std::size_t place : places) gradient[place] = kNaN;
+      reducer.begin_step();
+      const auto mean = reduce_all(reducer, {bucket}, {gradient})[0];
+      for (std::size_t i = 0; i < mean.size(); ++i) ASSERT_EQ(std::isnan(mean[i]), i == places[0]) << i;
+    }
+  });
+}
+
 // The step after next starts without asking in between for what the bad step left.
 TEST(ReducerNonFinite, IsTakenBackByTheNextStep) {
   run_ranks(3, [](Communicator& communicator) {

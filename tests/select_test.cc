@@ -1,6 +1,7 @@
 // select.h: every selector, on every case and SIMD target, against the slow ones of reference/selection.h.
 #include "thinwire/select.h"
 
+#include <bit>
 #include <limits>
 #include <set>
 
@@ -146,6 +147,46 @@ TEST(Select, FirstAndLastElementCanBeSent) {
           ASSERT_NE(at, out.indices.end()) << to_string(selector) << ", element " << place << " of " << numel;
           EXPECT_EQ(out.values[std::size_t(at - out.indices.begin())], -1.0f);
         }
+}
+
+// Magnitudes that differ in their last bit alone, in ascending, descending and scattered order.
+TEST(Select, TellsNeighbouringMagnitudesApart) {
+  constexpr std::uint32_t kNumel = 16'384;
+  for (const std::uint32_t factor : {1u, kNumel - 1, 4097u}) {
+    std::vector<float> values(kNumel);
+    for (std::uint32_t i = 0; i < kNumel; ++i)
+      values[i] = std::bit_cast<float>((i % 2 == 0 ? 0x3F800000u : 0xBF800000u) + i * factor % kNumel);
+    const UnitSegment unit{values.data(), kNumel, 0};
+    for (const double density : {0.0001, 0.01, 0.3})
+      for (const Selector& selector : selectors(density)) {
+        SparseGradient out;
+        select(selector, {&unit, 1}, 4, out);
+        EXPECT_TRUE(same_entries(out, reference::select(selector, {&unit, 1}, 4)))
+            << to_string(selector) << ", " << factor;
+      }
+  }
+}
+
+// The k-th so far is beaten by an entry that comes last and is larger by one bit, and not by one that is equal.
+TEST(Select, ALateEntryWinsByOneBit) {
+  constexpr std::size_t kNumel = 20'000;
+  for (const std::size_t k : {std::size_t{2}, std::size_t{20}})
+    for (const Selector& selector : selectors(double(k) / kNumel)) {
+      if (!is_exact(selector)) continue;
+      std::vector<float> values = dyadic_values(kNumel, 6);  // at most 1 in magnitude
+      for (std::size_t i = 0; i < k; ++i) values[7 * i + 5] = 100.0f + float(i);
+      const UnitSegment unit{values.data(), kNumel, 0};
+      SparseGradient out;
+      values.back() = -100.0f;
+      select(selector, {&unit, 1}, 0, out);
+      EXPECT_EQ(out.indices.front(), 5u) << to_string(selector);
+      EXPECT_NE(out.indices.back(), kNumel - 1) << to_string(selector);
+      values.back() = std::nextafterf(-100.0f, -HUGE_VALF);
+      select(selector, {&unit, 1}, 0, out);
+      EXPECT_NE(out.indices.front(), 5u) << to_string(selector);
+      EXPECT_EQ(out.indices.back(), kNumel - 1) << to_string(selector);
+      EXPECT_EQ(out.nnz(), k);
+    }
 }
 
 // Zeros of both signs among few others, and units of nothing but them.
