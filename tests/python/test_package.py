@@ -283,10 +283,10 @@ def test_works_without_torch() -> None:
 
 def test_the_binary_does_not_know_torch() -> None:
     extension = Path(thinwire._thinwire.__file__)
-    linked = subprocess.run(["ldd", extension], capture_output=True, text=True, check=True).stdout
-    assert "libc.so" in linked
-    assert "torch" not in linked
-    assert "c10" not in linked
+    listing = subprocess.run(["ldd", extension], capture_output=True, text=True, check=True).stdout
+    libraries = {line.split()[0] for line in listing.splitlines()}  # names only: addresses are hexadecimal
+    assert any(name.startswith("libc.so") for name in libraries)
+    assert not [name for name in libraries if "torch" in name or "c10" in name]
 
 
 def test_types_are_installed() -> None:
