@@ -103,6 +103,7 @@ class Selection {
 };
 
 /// begin, collect and finish over values that are already there. Errors: those of `validate`.
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& scratch, SparseGradient& out);
 void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out);
 
 }  // namespace thinwire

@@ -145,9 +145,8 @@ void Selection::abandon() noexcept {
 
 std::size_t Selection::fallbacks() const noexcept { return impl_->method == 0 ? impl_->top_k.fallbacks() : 0; }
 
-void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out) {
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& selection, SparseGradient& out) {
   validate(selector);
-  Selection selection;
   TakenEntries none;
   selection.begin(selector, unit, seed);
   std::array<std::uint32_t, kBlock + 1> hits;
@@ -160,6 +159,11 @@ void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseG
                        .hits = {hits.data(), found}});
   });
   selection.finish(out, none);
+}
+
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out) {
+  Selection scratch;
+  select(selector, unit, seed, scratch, out);
 }
 
 }  // namespace thinwire
