@@ -13,6 +13,7 @@
 #include <span>
 #include <utility>
 
+#include "core/array.h"
 #include "reference/selection.h"
 #include "select/candidates.h"
 #include "thinwire/thinwire.h"
@@ -156,8 +157,8 @@ class Step : public Trial {
   std::vector<float> source_;
   Residual residual_;
   Residual::Segment segment_;
-  std::vector<float> u_;
-  std::vector<float> v_;
+  FloatArray u_;
+  FloatArray v_;
   std::size_t bare_step_ = 0;
 };
 

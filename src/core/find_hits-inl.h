@@ -22,8 +22,9 @@ namespace hn = hwy::HWY_NAMESPACE;
 // At most eight lanes, so that a mask is one byte on every target.
 using Floats = hn::CappedTag<float, 8>;
 
-// Elements that `find_hits` asks for in one go.
-inline constexpr size_t kHitGroup = 32;
+// Hits are found in groups of 32 elements: one bit of a word each.
+inline constexpr size_t kGroup = 32;
+inline constexpr size_t kGroupVectors = kGroup / hn::MaxLanes(Floats());
 
 template <class D>
 HWY_INLINE uint32_t MaskByte(D d, hn::Mask<D> mask) {
@@ -32,29 +33,33 @@ HWY_INLINE uint32_t MaskByte(D d, hn::Mask<D> mask) {
   return bytes[0];
 }
 
-// Positions, ascending, of those of the elements [0, count) whose key is at least `bound`; returns how many.
-// vector_at(i) yields Lanes(Floats()) elements from i on, element_at(i) one; each is asked once, in order. First the
-// non-empty groups of 32 are noted without a branch, then they are opened. count <= kBlock; `hits` needs room for
-// count + 1.
-template <class VectorAt, class ElementAt>
-HWY_INLINE size_t FindHits(const VectorAt& vector_at, const ElementAt& element_at, size_t count, uint32_t bound,
-                           uint32_t* HWY_RESTRICT hits) {
-  const Floats d;
+// Of the group vector_at(0) … vector_at(kGroupVectors - 1): a bit for each element whose key is at least `bound`.
+template <class VectorAt>
+HWY_INLINE uint32_t GroupHits(const VectorAt& vector_at, uint32_t bound) {
   const hn::RebindToSigned<Floats> di;
-  const size_t lanes = hn::Lanes(d);
   const auto magnitude = hn::Set(di, 0x7fffffff);
   const auto below = hn::Set(di, static_cast<int32_t>(bound - 1));
-  uint32_t masks[kBlock / kHitGroup + 1];
-  uint32_t starts[kBlock / kHitGroup + 1];
+  uint32_t mask = 0;
+  HWY_UNROLL(8)
+  for (size_t j = 0; j < kGroupVectors; ++j) {
+    const auto key = hn::And(hn::BitCast(di, vector_at(j)), magnitude);
+    mask |= MaskByte(di, hn::Gt(key, below)) << (j * hn::MaxLanes(Floats()));
+  }
+  return mask;
+}
+
+// Positions, ascending, of the hits among the elements [0, count); returns how many. group_at(i) yields the hits of the
+// group that starts at i, element_at(i) whether one element is a hit; each is asked once, in order. First the groups with
+// hits are noted without a branch, then they are opened. count <= kBlock; `hits` needs room for count + 1.
+template <class GroupAt, class ElementAt>
+HWY_INLINE size_t FindHits(const GroupAt& group_at, const ElementAt& element_at, size_t count,
+                           uint32_t* HWY_RESTRICT hits) {
+  uint32_t masks[kBlock / kGroup + 1];
+  uint32_t starts[kBlock / kGroup + 1];
   size_t groups = 0;
-  const size_t whole = count / kHitGroup * kHitGroup;
-  for (size_t i = 0; i < whole; i += kHitGroup) {
-    uint32_t mask = 0;
-    HWY_UNROLL(8)
-    for (size_t j = 0; j < kHitGroup; j += lanes) {
-      const auto key = hn::And(hn::BitCast(di, vector_at(i + j)), magnitude);
-      mask |= MaskByte(di, hn::Gt(key, below)) << j;
-    }
+  const size_t whole = count / kGroup * kGroup;
+  for (size_t i = 0; i < whole; i += kGroup) {
+    const uint32_t mask = group_at(i);
     masks[groups] = mask;
     starts[groups] = static_cast<uint32_t>(i);
     groups += mask != 0;
@@ -65,7 +70,7 @@ HWY_INLINE size_t FindHits(const VectorAt& vector_at, const ElementAt& element_a
       hits[found++] = starts[group] + static_cast<uint32_t>(std::countr_zero(mask));
   for (size_t i = whole; i < count; ++i) {
     hits[found] = static_cast<uint32_t>(i);
-    found += magnitude_key(element_at(i)) >= bound;
+    found += element_at(i);
   }
   return found;
 }

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "core/array.h"
 #include "core/check.h"
 #include "core/float16.h"
 #include "core/magnitude.h"
@@ -19,8 +20,8 @@ namespace thinwire {
 struct Residual::State {
   Parameter parameter;
   MomentumRule rule;
-  std::vector<float> v;
-  std::vector<float> u;  // empty without momentum
+  FloatArray v;
+  FloatArray u;  // empty without momentum
 
   float* velocity() noexcept { return u.empty() ? nullptr : u.data(); }
 };
@@ -39,8 +40,8 @@ struct Sent {
 };
 struct Remembered {
   State* state;
-  std::vector<float> v;
-  std::vector<float> u;
+  FloatArray v;
+  FloatArray u;
 };
 
 bool all_finite(std::span<const float> values) {
@@ -102,7 +103,23 @@ struct Residual::Impl {
   std::unordered_map<std::string, State*> by_name;
   // The undo list of the step.
   std::vector<Sent> sent;
+  std::vector<TakenEntries> spare;  // whose memory the next entries may use
   std::vector<Remembered> remembered;
+
+  // Forgets the undo list, but not its memory.
+  void keep_memory() noexcept {
+    if (spare.capacity() >= sent.size()) {
+      spare.clear();
+      for (Sent& record : sent) spare.push_back(std::move(record.entries));
+    }
+    sent.clear();
+  }
+  TakenEntries take_spare() {
+    if (spare.empty()) return {};
+    TakenEntries entries = std::move(spare.back());
+    spare.pop_back();
+    return entries;
+  }
 
   State& find(std::string_view name) const {
     const auto at = by_name.find(std::string(name));
@@ -126,7 +143,7 @@ void Residual::add(const Parameter& parameter, const MomentumRule& rule) {
     require(state.rule == rule, "parameter " + quoted(parameter.name) + " cannot be added again with another momentum");
     return;
   }
-  State state{.parameter = parameter, .rule = rule, .v = std::vector<float>(parameter.numel), .u = {}};
+  State state{.parameter = parameter, .rule = rule, .v = FloatArray(parameter.numel), .u = {}};
   if (rule.momentum != 0.0f) state.u.resize(parameter.numel);
   impl_->states.push_back(std::move(state));
   impl_->by_name.emplace(parameter.name, &impl_->states.back());
@@ -235,8 +252,9 @@ void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent,
     taken.resize(sent.nnz());
     taken.indices = sent.indices;
   }
-  Sent record{.unit = {unit.begin(), unit.end()}, .entries = {}, .masking = masking, .whole = {}};
+  Sent record{.unit = {unit.begin(), unit.end()}, .entries = impl_->take_spare(), .masking = masking, .whole = {}};
   impl_->sent.reserve(impl_->sent.size() + 1);
+  impl_->spare.reserve(impl_->sent.capacity());
   // From here on nothing can fail.
   if (in_place)
     for_each_entry(unit, taken.indices.data(), sent.nnz(), [&](State& state, std::size_t index, std::size_t j) {
@@ -249,7 +267,8 @@ void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent,
     segment = find_segment(unit, taken.indices[j], segment);
     segment->state->v[taken.indices[j] - segment->offset] = taken.values[j] - sent.values[j];
   }
-  record.entries = std::move(taken);
+  std::swap(record.entries, taken);
+  taken.resize(0);
   impl_->sent.push_back(std::move(record));
 }
 
@@ -284,7 +303,7 @@ void Residual::restore(const Segment& segment) {
 }
 
 void Residual::commit() noexcept {
-  impl_->sent.clear();
+  impl_->keep_memory();
   impl_->remembered.clear();
 }
 
@@ -299,7 +318,9 @@ void Residual::undo() noexcept {
 std::vector<ParameterState> Residual::state() const {
   std::vector<ParameterState> states;
   for (const State& state : impl_->states)
-    states.push_back({.name = state.parameter.name, .residual = state.v, .velocity = state.u});
+    states.push_back({.name = state.parameter.name,
+                      .residual = {state.v.begin(), state.v.end()},
+                      .velocity = {state.u.begin(), state.u.end()}});
   return states;
 }
 
@@ -320,12 +341,11 @@ void Residual::load(std::span<const ParameterState> states) {
   }
   for (const State& state : impl_->states)
     require(given.contains(&state), "the state of parameter " + quoted(state.parameter.name) + " is missing");
-  // Copies first: should memory run out, nothing is changed.
-  std::vector<std::pair<std::vector<float>, std::vector<float>>> copies;
-  for (const State& state : impl_->states) copies.emplace_back(given[&state]->residual, given[&state]->velocity);
-  for (std::size_t i = 0; i < copies.size(); ++i) {
-    impl_->states[i].v.swap(copies[i].first);
-    impl_->states[i].u.swap(copies[i].second);
+  // Nothing can fail any more: the sizes are the same.
+  for (State& state : impl_->states) {
+    const ParameterState& from = *given.at(&state);
+    std::copy(from.residual.begin(), from.residual.end(), state.v.begin());
+    std::copy(from.velocity.begin(), from.velocity.end(), state.u.begin());
   }
   commit();
 }

@@ -17,52 +17,74 @@ namespace {
 
 enum class Update { replace, plain, momentum, nesterov };
 
-// The update of a block, element by element or vector by vector; each yields the new v. first() is the first element
-// that was refused.
+// The update of a block, in groups and single elements. What would not be finite is never stored.
 template <Update kUpdate>
 class BlockUpdate {
  public:
-  BlockUpdate(const MomentumRule& rule, const float* HWY_RESTRICT g, float* HWY_RESTRICT u, float* HWY_RESTRICT v,
-              size_t count)
-      : rule_(rule), g_(g), u_(u), v_(v), first_(count) {}
+  BlockUpdate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound)
+      : rule_(rule), g_(g), u_(u), v_(v), bound_(bound), first_(count) {}
 
+  // The first element that was refused.
   size_t first() const { return first_; }
 
-  HWY_INLINE float Element(size_t i) {
+  // Whether the new v is a hit.
+  HWY_INLINE bool Element(size_t i) {
     float none = 0.0f;
     if (!accumulate_element(rule_, g_[i], kHasVelocity ? u_[i] : none, v_[i])) first_ = std::min(first_, i);
-    return v_[i];
+    return magnitude_key(v_[i]) >= bound_;
   }
 
-  HWY_INLINE hn::Vec<Floats> Vector(size_t i) {
+  HWY_INLINE uint32_t Group(size_t begin) {
     const Floats d;
-    const hn::RebindToSigned<Floats> di;
     const auto factor = hn::Set(d, rule_.momentum);
-    const auto gradient = hn::LoadU(d, g_ + i);
-    auto addend = gradient;
-    auto velocity = gradient;
-    if constexpr (kHasVelocity) {
-      velocity = hn::Add(hn::Mul(factor, hn::LoadU(d, u_ + i)), gradient);
-      addend = velocity;
-      if constexpr (kUpdate == Update::nesterov) addend = hn::Add(hn::Mul(factor, velocity), gradient);
+    hn::Vec<Floats> velocities[kGroupVectors];
+    hn::Vec<Floats> values[kGroupVectors];
+    HWY_UNROLL(8)
+    for (size_t j = 0; j < kGroupVectors; ++j) {
+      const size_t i = begin + j * hn::MaxLanes(d);
+      const auto gradient = hn::LoadU(d, g_ + i);
+      auto addend = gradient;
+      if constexpr (kHasVelocity) {
+        velocities[j] = hn::Add(hn::Mul(factor, hn::LoadU(d, u_ + i)), gradient);
+        addend = velocities[j];
+        if constexpr (kUpdate == Update::nesterov) addend = hn::Add(hn::Mul(factor, velocities[j]), gradient);
+      }
+      values[j] = kUpdate == Update::replace ? addend : hn::Add(hn::LoadU(d, v_ + i), addend);
     }
-    const auto value = kUpdate == Update::replace ? addend : hn::Add(hn::LoadU(d, v_ + i), addend);
-    const auto exponent = hn::Set(di, 0x7f800000);
-    if (HWY_UNLIKELY(!hn::AllFalse(di, hn::Eq(hn::And(hn::BitCast(di, value), exponent), exponent)))) {
-      for (size_t j = i; j < i + hn::Lanes(d); ++j) Element(j);
-      return hn::LoadU(d, v_ + i);
+    if (HWY_UNLIKELY(!AllFinite(values))) return GroupByElements(begin);
+    HWY_UNROLL(8)
+    for (size_t j = 0; j < kGroupVectors; ++j) {
+      const size_t i = begin + j * hn::MaxLanes(d);
+      if constexpr (kHasVelocity) hn::StoreU(velocities[j], d, u_ + i);
+      hn::StoreU(values[j], d, v_ + i);
     }
-    hn::StoreU(value, d, v_ + i);
-    if constexpr (kHasVelocity) hn::StoreU(velocity, d, u_ + i);
-    return value;
+    return GroupHits([&values](size_t j) HWY_ATTR { return values[j]; }, bound_);
   }
 
  private:
   static constexpr bool kHasVelocity = kUpdate == Update::momentum || kUpdate == Update::nesterov;
+
+  static HWY_INLINE bool AllFinite(const hn::Vec<Floats> (&values)[kGroupVectors]) {
+    const hn::RebindToSigned<Floats> di;
+    const auto magnitude = hn::Set(di, 0x7fffffff);
+    auto largest = hn::Zero(di);
+    HWY_UNROLL(8)
+    for (size_t j = 0; j < kGroupVectors; ++j)
+      largest = hn::Max(largest, hn::And(hn::BitCast(di, values[j]), magnitude));
+    return hn::AllTrue(di, hn::Lt(largest, hn::Set(di, 0x7f800000)));
+  }
+
+  HWY_NOINLINE uint32_t GroupByElements(size_t begin) {
+    uint32_t hits = 0;
+    for (size_t j = 0; j < kGroup; ++j) hits |= uint32_t{Element(begin + j)} << j;
+    return hits;
+  }
+
   const MomentumRule rule_;
   const float* HWY_RESTRICT g_;
   float* HWY_RESTRICT u_;
   float* HWY_RESTRICT v_;
+  uint32_t bound_;
   size_t first_;
 };
 
@@ -70,15 +92,14 @@ class BlockUpdate {
 template <Update kUpdate>
 size_t Accumulate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound,
                   uint32_t* hits, size_t* found) {
-  BlockUpdate<kUpdate> update(rule, g, u, v, count);
+  BlockUpdate<kUpdate> update(rule, g, u, v, count, bound);
   if (hits != nullptr) {
-    *found = FindHits([&update](size_t i) HWY_ATTR { return update.Vector(i); },
-                      [&update](size_t i) HWY_ATTR { return update.Element(i); }, count, bound, hits);
+    *found = FindHits([&update](size_t i) HWY_ATTR { return update.Group(i); },
+                      [&update](size_t i) HWY_ATTR { return update.Element(i); }, count, hits);
     return update.first();
   }
-  const size_t lanes = hn::Lanes(Floats());
   size_t i = 0;
-  for (; i + lanes <= count; i += lanes) update.Vector(i);
+  for (; i + kGroup <= count; i += kGroup) update.Group(i);
   for (; i < count; ++i) update.Element(i);
   return update.first();
 }

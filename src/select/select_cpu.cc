@@ -13,8 +13,13 @@ namespace HWY_NAMESPACE {
 namespace {
 
 size_t FindAtLeast(const float* HWY_RESTRICT values, size_t count, uint32_t bound, uint32_t* HWY_RESTRICT hits) {
-  return FindHits([values](size_t i) HWY_ATTR { return hn::LoadU(Floats(), values + i); },
-                  [values](size_t i) { return values[i]; }, count, bound, hits);
+  const auto group_at = [&](size_t i) HWY_ATTR {
+    const auto vector_at = [&](size_t j)
+                               HWY_ATTR { return hn::LoadU(Floats(), values + i + j * hn::MaxLanes(Floats())); };
+    return GroupHits(vector_at, bound);
+  };
+  const auto element_at = [&](size_t i) { return magnitude_key(values[i]) >= bound; };
+  return FindHits(group_at, element_at, count, hits);
 }
 
 }  // namespace

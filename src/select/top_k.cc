@@ -9,16 +9,16 @@
 namespace thinwire {
 namespace {
 
-// A key that at least k elements probably reach: of a sample of `groups` runs of neighbours, one run in each of as many
-// equal strata, the key `sigmas` standard deviations below the rank that k corresponds to. 1 if no bound is worth taking.
+// A key that at least k elements probably reach: of a sample of `groups` runs of neighbours, about one in each of as
+// many equal strata, the key `sigmas` standard deviations below the rank that k corresponds to. 1 if no bound is worth taking.
 std::uint32_t sampled_bound(const SampleSource& source, std::size_t k, double sigmas, Sample& sample) {
   const std::size_t stride = source.numel / kTopKSampleGroups;
   if (stride <= 2 * kTopKGroup || k >= source.numel / 4) return 1;
   sample.clear();
   for (std::uint32_t group = 0; group < kTopKSampleGroups; ++group) {
     const std::uint32_t hash = murmur3_32(group, sampling_seed(source.seed));
-    const std::size_t within = scale_hash(hash, static_cast<std::uint32_t>(stride - kTopKGroup + 1));
-    sample.add(source, group * stride + within, kTopKGroup);
+    const std::size_t position = group * stride + scale_hash(hash, static_cast<std::uint32_t>(stride));
+    sample.add(source, position / kTopKGroup * kTopKGroup, kTopKGroup);  // in one cache line, if the unit is aligned
   }
   sample.read(source);
   const double expected =
