@@ -73,7 +73,7 @@ class Run:
             process = lab.popen(
                 program.host,
                 program.command,
-                env=_environment() | program.environment,
+                env=environment() | program.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -165,11 +165,7 @@ class _Lines:
         return not ended
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """What ranks inherit; they share one machine, and find each other on eth0 only."""
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    for library in ("GLOO", "NCCL", "TP"):
-        environment[f"{library}_SOCKET_IFNAME"] = "eth0"
-    return environment
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    return variables | {f"{library}_SOCKET_IFNAME": "eth0" for library in ("GLOO", "NCCL", "TP")}
