@@ -125,7 +125,7 @@ class Cell:
         share = {"dense": 1.0, "bf16": 0.5}.get(self.method.name, 0.01)
         ranks = self.network.hosts
         wire = 8 * report.dense_bytes(PARAMETERS[self.model], ranks) * share / self.network.rate
-        compute = {"M1": 0.02, "M2": 0.08}[self.model] * ranks / 2
+        compute = {"M1": 0.04, "M2": 0.18}[self.model] * ranks / 2
         step = wire + compute
         return 0.5 + step * (SLOW_WARM_UP if step > 1 else WARM_UP) + max(BLOCK, step * STEPS_RANGE[0])
 
@@ -212,6 +212,7 @@ def measure(lab: Lab, team: Team, cell: Cell, setting: dict) -> dict:
         "stages_ms": {name: 1e3 * _mean([a["stages"][name] for a in answers]) for name in answers[0]["stages"]}
         if thinwire
         else None,
+        "cpu_ms_per_step": 1e3 * _mean([a["cpu_seconds"] for a in answers]) / count,
         "replicas_equal": len(checksums) == 1 if method.name != "none" else None,
         "loss": max(a["loss"] for a in answers) if all(math.isfinite(a["loss"]) for a in answers) else None,
     }

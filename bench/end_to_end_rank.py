@@ -73,36 +73,31 @@ MODELS = {"M1": Perceptron, "M2": Recurrent}
 
 
 class HandWritten:
-    """Top-k with error feedback as one would write it with torch.topk: the state of a DDP hook."""
+    """The state of `hand_written_hook`."""
 
     def __init__(self, density: float) -> None:
-        self._density = density
-        self._residuals: dict[
-            tuple[int, int], torch.Tensor
-        ] = {}  # by index and size: DDP regroups after its first step
-
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook."""
-        gradient = bucket.buffer()
-        key = bucket.index(), gradient.numel()
-        residual = self._residuals.setdefault(key, torch.zeros_like(gradient))
-        residual += gradient
-        k = max(1, round(self._density * gradient.numel()))
-        indices = residual.abs().topk(k, sorted=False).indices
-        values = residual[indices]
-        residual[indices] = 0
-        ranks = dist.get_world_size()
-        all_indices = [torch.empty(k, dtype=torch.int32) for _ in range(ranks)]
-        all_values = [torch.empty_like(values) for _ in range(ranks)]
-        dist.all_gather(all_indices, indices.int())
-        dist.all_gather(all_values, values)
-        gradient.zero_()
-        gradient.scatter_add_(0, torch.cat(all_indices).long(), torch.cat(all_values))
-        gradient /= ranks
-        return _finished(gradient)
+        self.density = density
+        self.residuals: dict[tuple[int, int], torch.Tensor] = {}  # by index and size: DDP regroups after its first step
 
 
-HandWritten.__call__.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+def hand_written_hook(state: HandWritten, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Top-k with error feedback as one would write it with torch.topk."""
+    gradient = bucket.buffer()
+    residual = state.residuals.setdefault((bucket.index(), gradient.numel()), torch.zeros_like(gradient))
+    residual += gradient
+    k = max(1, round(state.density * gradient.numel()))
+    indices = residual.abs().topk(k, sorted=False).indices
+    values = residual[indices]
+    residual[indices] = 0
+    ranks = dist.get_world_size()
+    all_indices = [torch.empty(k, dtype=torch.int32) for _ in range(ranks)]
+    all_values = [torch.empty_like(values) for _ in range(ranks)]
+    dist.all_gather(all_indices, indices.int())
+    dist.all_gather(all_values, values)
+    gradient.zero_()
+    gradient.scatter_add_(0, torch.cat(all_indices).long(), torch.cat(all_values))
+    gradient /= ranks
+    return _finished(gradient)
 
 
 def no_communication(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -139,7 +134,7 @@ class Training:
         elif method == "bf16":
             self.model.register_comm_hook(None, bf16_compress_hook)
         elif method == "torch_topk":
-            self.model.register_comm_hook(None, HandWritten(order["density"]))
+            self.model.register_comm_hook(HandWritten(order["density"]), hand_written_hook)
         elif method == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=POWER_SGD_START)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -198,12 +193,19 @@ class Rank:
         training = self._training
         stats = []
         dist.barrier()
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.process_time()
         for _ in range(order["count"]):
             training.step()
             if training.handle:
                 stats.append(training.handle.stats())
-        answer = {"begin": begin, "end": time.monotonic(), "loss": training.loss, "stats_bytes": None, "stages": None}
+        answer = {
+            "begin": begin,
+            "end": time.monotonic(),
+            "cpu_seconds": time.process_time() - cpu,
+            "loss": training.loss,
+            "stats_bytes": None,
+            "stages": None,
+        }
         if stats:
             answer["stats_bytes"] = statistics.mean(s.bytes_sent for s in stats)
             answer["stages"] = {

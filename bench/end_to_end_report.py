@@ -36,9 +36,9 @@ PARTS = {  # of the bars
     "compute": "#bbbbbb",
     "select": "#e8a33d",
     "encode": "#c23b75",
-    "exchange": "#0072b2",
+    "exchange, with waiting": "#0072b2",
     "decode": "#009e73",
-    "communication, and other": "#56b4e9",
+    "communication and all else": "#56b4e9",
 }
 
 Row = dict  # of results.json
@@ -99,6 +99,7 @@ def _row(group: list[dict]) -> Row:
         "stats_bytes_per_step": median([one["stats_bytes_per_step"] for one in group]),
         "dense_bytes_per_step": dense_bytes(first["parameters"], first["hosts"]),
         "stages_ms": stages or None,
+        "cpu_ms_per_step": median([one["cpu_ms_per_step"] for one in group]),
         "replicas_equal": None if equal == {None} else False not in equal,
         "loss_finite": all(one["loss"] is not None for one in group),
         "thinwire": first["thinwire"],
@@ -183,9 +184,9 @@ def bar(row: Row) -> dict[str, float]:
     if row["stages_ms"]:
         stages = {name: row["stages_ms"][name] for name in STAGES}
         scale = min(1.0, rest / max(sum(stages.values()), 1e-9))
-        parts |= {name: scale * value for name, value in stages.items()}
+        parts |= {name: scale * stages[name.split(",")[0]] for name in list(PARTS)[1:-1]}
         rest -= scale * sum(stages.values())
-    return parts | {"communication, and other": max(0.0, rest)}
+    return parts | {list(PARTS)[-1]: max(0.0, rest)}
 
 
 def plot(rows: list[Row], folder: Path) -> list[Path]:
@@ -226,7 +227,7 @@ def plot(rows: list[Row], folder: Path) -> list[Path]:
     plt.close(figure)
 
     shape = (len(models), len(rates))
-    size = (4.2 * len(rates) + 1.5, 3.2 * len(models) + 0.6)
+    size = (max(4.2 * len(rates) + 1.5, 8.0), 3.2 * len(models) + 0.8)
     figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained", sharey=True)
     methods = [method for method in _ordered_methods(mine) if method[0] != "none"]
     for model, line in zip(models, axes, strict=True):
@@ -236,7 +237,7 @@ def plot(rows: list[Row], folder: Path) -> list[Path]:
     for axis in axes[-1]:
         axis.set_xlabel("ms a step")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in PARTS.values()]
-    figure.legend(handles, PARTS, loc="outside lower center", ncols=len(PARTS), fontsize="small")
+    figure.legend(handles, PARTS, loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(paths[1], dpi=130)
     plt.close(figure)
     return paths
