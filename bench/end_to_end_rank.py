@@ -83,7 +83,10 @@ class HandWritten:
 def hand_written_hook(state: HandWritten, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Top-k with error feedback as one would write it with torch.topk."""
     gradient = bucket.buffer()
-    residual = state.residuals.setdefault((bucket.index(), gradient.numel()), torch.zeros_like(gradient))
+    key = bucket.index(), gradient.numel()
+    if key not in state.residuals:
+        state.residuals[key] = torch.zeros_like(gradient)
+    residual = state.residuals[key]
     residual += gradient
     k = max(1, round(state.density * gradient.numel()))
     indices = residual.abs().topk(k, sorted=False).indices
@@ -178,7 +181,7 @@ class Rank:
         return {}
 
     def prepare(self, order: dict) -> dict:
-        """Makes model, DDP and method; takes the steps that do not count, and says how long the last ones took."""
+        """Makes model, DDP and method; takes the steps that do not count, and says how long one takes."""
         self._training = Training(order)
         seconds = []
         for _ in range(order["warm_up"]):
@@ -186,7 +189,7 @@ class Rank:
             self._training.step()
             seconds.append(time.monotonic() - begin)
         parameters = sum(p.numel() for p in self._training.model.parameters())
-        return {"step_seconds": statistics.mean(seconds[-2:]), "parameters": parameters}
+        return {"step_seconds": min(seconds[-2:]), "parameters": parameters}
 
     def steps(self, order: dict) -> dict:
         """Takes steps, beginning with the other ranks; begin and end by the clock that all ranks of a machine share."""
