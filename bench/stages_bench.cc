@@ -93,15 +93,8 @@ void select(benchmark::State& state) {
   const Selector selector = selector_of(state.range(2), density_of(state.range(1)));
   const std::vector<float> values = laplace(numel, 2);
   const UnitSegment segment{values.data(), numel, 0};
-  Selection selection;
   SparseGradient selected;
-  const auto run = [&] {
-    selection.begin(selector, {&segment, 1}, 7);
-    for (std::size_t begin = 0; begin < numel; begin += kBlock) {
-      selection.collect(values.data() + begin, std::min(kBlock, numel - begin), static_cast<std::uint32_t>(begin));
-    }
-    selection.finish(selected);
-  };
+  const auto run = [&] { thinwire::select(selector, {&segment, 1}, 7, selected); };
   run();
 
   std::vector<float> magnitudes(numel);
@@ -139,18 +132,12 @@ void accumulate_select_settle(benchmark::State& state) {
   OneParameter unit(numel, 0.9f);
   Selection selection;
   SparseGradient selected;
+  TakenEntries taken;
   std::size_t step = 0;
   const auto run = [&] {
     const GradientView gradient = unit.gradient(step++);
-    const UnitSegment segment = Residual::view(unit.segment);
-    selection.begin(selector, {&segment, 1}, 7, [&](std::size_t, std::size_t begin, std::size_t count, float* out) {
-      Residual::peek(unit.segment, gradient, begin, count, out);
-    });
-    Residual::accumulate(unit.segments(), gradient, [&](const Residual::Block& block) {
-      selection.collect(block.values, block.count, block.offset);
-    });
-    selection.finish(selected);
-    unit.residual.settle(unit.segments(), selected, true);
+    accumulate_and_select(selector, unit.segments(), gradient, 7, true, selection, selected, taken);
+    unit.residual.settle(unit.segments(), selected, true, std::move(taken));
     unit.residual.commit();
   };
   run();

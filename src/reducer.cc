@@ -24,6 +24,7 @@ struct Reducer::Impl {
         block = pipeline.encode_and_settle(job);
       } catch (...) {
         failure = std::current_exception();
+        pipeline.give_back(job);
       }
     }
     const std::span<const std::byte> blocks = pipeline.exchange(job, block, failure);

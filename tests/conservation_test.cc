@@ -6,7 +6,7 @@
 #include "helpers.h"
 #include "reference/residual.h"
 #include "thinwire/codec.h"
-#include "thinwire/residual.h"
+#include "thinwire/reducer.h"
 #include "thinwire/select.h"
 
 namespace thinwire::test {
@@ -43,16 +43,10 @@ class Path {
   /// One step; returns the payload.
   std::vector<std::byte> step(std::span<const float> gradient, std::uint32_t seed, bool masking) {
     GradientBuffer buffer(spread(gradient));
-    const std::vector<UnitSegment> view = {Residual::view(unit_[0]), Residual::view(unit_[1])};
     Selection selection;
-    selection.begin(selector_, view, seed, [&](std::size_t segment, std::size_t begin, std::size_t count, float* out) {
-      Residual::peek(unit_[segment], buffer.view(), begin, count, out);
-    });
-    Residual::accumulate(unit_, buffer.view(), [&](const Residual::Block& block) {
-      selection.collect(block.values, block.count, block.offset);
-    });
     SparseGradient sent;
-    selection.finish(sent);
+    TakenEntries taken;
+    accumulate_and_select(selector_, unit_, buffer.view(), seed, masking, selection, sent, taken);
     const auto extent = static_cast<std::uint32_t>(bucket_numel_ - kFirst);
     const std::vector<Section> sections = {
         SparseSection{kFirst, extent, sent.hashed_order, sent.hash_seed, sent.indices, sent.values}};
@@ -61,7 +55,7 @@ class Path {
     PayloadHeader header;
     header.slices = 2;
     payload.resize(encode({}, header, {true, true}, sections, payload));
-    residual_.settle(unit_, sent, masking);
+    residual_.settle(unit_, sent, masking, std::move(taken));
     residual_.commit();
     return payload;
   }

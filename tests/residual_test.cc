@@ -101,7 +101,7 @@ TEST(Accumulate, TakesEachSegmentFromItsPlaceAndShowsEveryBlockOnce) {
 
     std::vector<float> seen(values.size(), -77.0f);
     std::uint32_t next = 3;
-    Residual::accumulate(unit, gradient.view(), [&](const Residual::Block& block) {
+    Residual::accumulate(unit, gradient.view(), [&](const UnitBlock& block) {
       if (block.offset != next) {
         EXPECT_EQ(next, 3u + 4097u);
         EXPECT_EQ(block.offset, 3u + 4097u + 33u);
@@ -110,6 +110,7 @@ TEST(Accumulate, TakesEachSegmentFromItsPlaceAndShowsEveryBlockOnce) {
       EXPECT_LE(block.count, 4096u);
       std::copy_n(block.values, block.count, seen.begin() + block.offset);
       next = block.offset + static_cast<std::uint32_t>(block.count);
+      return kNoBound;
     });
     EXPECT_EQ(next, values.size());
 
@@ -175,6 +176,35 @@ TEST(Accumulate, LeavesEntriesWhoseSumOverflowsAlone) {
   });
 }
 
+TEST(Accumulate, PointsOutTheHitsOfEveryBlock) {
+  on_every_target([] {
+    for (const MomentumRule& rule : kRules)
+      for (const std::size_t numel : {1, 31, 32, 33, 4096, 4097, 9000}) {
+        Twin twin(numel, rule);
+        for (std::uint32_t step = 0; step < 3; ++step) {
+          std::vector<float> values = make_values(Distribution::laplace, numel, step);
+          if (step == 2) values[numel / 2] = kNaN;  // keeps its old v, which may be a hit
+          GradientBuffer gradient(values);
+          std::vector<std::uint32_t> hits;
+          std::vector<std::uint32_t> bounds = {1, std::bit_cast<std::uint32_t>(1.5f)};
+          std::vector<std::uint32_t> expected;
+          std::size_t block_number = 0;
+          const auto visit = [&](const UnitBlock& block) {
+            for (const std::uint32_t hit : block.hits) hits.push_back(block.offset + hit);
+            for (std::uint32_t i = 0; i < block.count; ++i)
+              if ((std::bit_cast<std::uint32_t>(block.values[i]) & 0x7fffffffu) >= bounds[block_number % 2])
+                expected.push_back(block.offset + i);
+            return bounds[++block_number % 2];
+          };
+          Residual::accumulate({&twin.segment, 1}, gradient.view(), visit, bounds[0]);
+          reference::accumulate(twin.expected, rule, values);
+          ASSERT_TRUE(twin.agree()) << describe(rule) << ", step " << step;
+          ASSERT_EQ(hits, expected) << describe(rule) << ", " << numel << " elements, step " << step;
+        }
+      }
+  });
+}
+
 TEST(Peek, ShowsWhatAccumulateWillLeave) {
   on_every_target([] {
     for (const MomentumRule& rule : kRules)
@@ -189,8 +219,10 @@ TEST(Peek, ShowsWhatAccumulateWillLeave) {
         const ParameterState before = twin.residual.state()[0];
 
         std::vector<float> whole(4097), odd(10 + 2, -1.0f);
-        Residual::peek(twin.segment, second.view(), 0, 4097, whole.data());
-        Residual::peek(twin.segment, second.view(), 95, 10, odd.data() + 1);
+        const std::vector<UnitRun> all = {{kOffset, 4097}};
+        const std::vector<UnitRun> two = {{kOffset + 95, 7}, {kOffset + 102, 3}};
+        Residual::peek({&twin.segment, 1}, second.view(), all, whole.data());
+        Residual::peek({&twin.segment, 1}, second.view(), two, odd.data() + 1);
         EXPECT_EQ(odd.front(), -1.0f);
         EXPECT_EQ(odd.back(), -1.0f);
         EXPECT_TRUE(same_bits(twin.residual.residual("p"), before.residual));

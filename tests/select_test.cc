@@ -1,6 +1,7 @@
 // select.h: every selector, on every case and SIMD target, against the slow ones of reference/selection.h.
 #include "thinwire/select.h"
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 #include <set>
@@ -39,20 +40,36 @@ std::vector<UnitSegment> in_pieces(std::span<const float> values, std::uint32_t 
   return unit;
 }
 
-/// begin, collect in uneven pieces, some of them longer than a block, finish; `peeked` tells which elements were sampled.
+/// begin, collect in uneven pieces, finish, with nothing taken out; `peeked` tells which offsets were sampled.
 SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitView unit, std::uint32_t seed,
-                         std::set<std::pair<std::size_t, std::size_t>>* peeked = nullptr) {
-  selection.begin(selector, unit, seed, [&](std::size_t segment, std::size_t begin, std::size_t count, float* out) {
-    std::copy_n(unit[segment].values + begin, count, out);
-    for (std::size_t i = 0; peeked != nullptr && i < count; ++i) peeked->insert({segment, begin + i});
-  });
+                         std::set<std::uint32_t>* peeked = nullptr) {
+  const auto peek = [&](std::span<const UnitRun> runs, float* out) {
+    for (const UnitRun& run : runs)
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        const std::uint32_t offset = run.offset + i;
+        const auto holds = [offset](const UnitSegment& s) { return offset - s.offset < s.numel; };
+        const auto segment = std::find_if(unit.begin(), unit.end(), holds);
+        *out++ = segment->values[offset - segment->offset];
+        if (peeked != nullptr) peeked->insert(offset);
+      }
+  };
+  selection.begin(selector, unit, seed, {.peek = peek, .put_back = {}});
   for (const UnitSegment& segment : unit)
     for (std::size_t begin = 0, length = 0; begin < segment.numel; begin += length) {
-      length = std::min(segment.numel - begin, begin % 2 == 0 ? 37 + begin : std::size_t{10'000});
-      selection.collect(segment.values + begin, length, segment.offset + static_cast<std::uint32_t>(begin));
+      length = std::min(segment.numel - begin, begin % 2 == 0 ? 37 + begin % 4059 : std::size_t{4096});
+      std::vector<float> values(segment.values + begin, segment.values + begin + length);
+      std::vector<std::uint32_t> hits;
+      for (std::uint32_t i = 0; i < length; ++i)
+        if ((std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffu) >= selection.bound()) hits.push_back(i);
+      selection.collect({.values = values.data(),
+                         .count = length,
+                         .offset = segment.offset + static_cast<std::uint32_t>(begin),
+                         .hits = hits});
     }
   SparseGradient out;
-  selection.finish(out);
+  TakenEntries taken;
+  selection.finish(out, taken);
+  EXPECT_TRUE(taken.indices.empty());
   return out;
 }
 
@@ -216,7 +233,7 @@ TEST(Select, IsExactWhenTheSampleLies) {
   std::vector<float> values = make_values(Distribution::normal, kNumel, 5);
   const UnitSegment unit{values.data(), kNumel, 0};
   Selection selection;
-  std::set<std::pair<std::size_t, std::size_t>> peeked;
+  std::set<std::uint32_t> peeked;
   by_blocks(selection, TopK{0.01}, {&unit, 1}, 8, &peeked);
   EXPECT_EQ(selection.fallbacks(), 0u);
   ASSERT_GT(peeked.size(), 1500u);
@@ -224,7 +241,7 @@ TEST(Select, IsExactWhenTheSampleLies) {
   for (const bool all_of_them : {false, true}) {
     float value = 100.0f;  // either just enough to lead the first bound astray, or each that is looked at
     std::size_t taken = 0;
-    for (const auto& [segment, i] : peeked)
+    for (const std::uint32_t i : peeked)
       if (all_of_them || taken++ < 800) values[i] = value += 0.25f;
     const SparseGradient out = by_blocks(selection, TopK{0.01}, {&unit, 1}, 8);
     EXPECT_TRUE(same_entries(out, reference::top_k({&unit, 1}, 0.01)));

@@ -68,30 +68,30 @@ class Residual {
   /// The segment's v as the selectors read it.
   static UnitSegment view(const Segment& segment) noexcept;
 
-  /// v [count] as `accumulate` will leave it at element `begin` of the segment, without changing anything: what a
-  /// sampled bound is taken from. A non-finite result reads as the old v, as in `accumulate`.
-  static void peek(const Segment& segment, const GradientView& bucket, std::size_t begin, std::size_t count,
+  /// Writes v of the runs, one behind the other, as `accumulate` will leave it, without changing anything: what a
+  /// sampled bound is taken from. A non-finite result reads as the old v, as in `accumulate`. Runs lie in the unit.
+  static void peek(std::span<const Segment> unit, const GradientView& bucket, std::span<const UnitRun> runs,
                    float* out);
 
-  /// A run of at most 4096 elements that has just been accumulated and still lies in the L1 cache.
-  struct Block {
-    const float* values = nullptr;  ///< v
-    std::size_t count = 0;
-    std::uint32_t offset = 0;  ///< of values[0], in the bucket's buffer
-  };
-  using BlockVisitor = std::function<void(const Block&)>;
+  /// Sees a block right after its update; returns the bound for the hits of the next one.
+  using BlockVisitor = std::function<std::uint32_t(const UnitBlock&)>;
 
   /// u and v of the segments take in their slices of the bucket's buffer, block by block; `visit`, where given, sees
-  /// each block right after its update. An element whose new v would not be finite keeps its u and v.
+  /// each block with its hits at or above `bound`. An element whose new v would not be finite keeps its u and v.
   /// Returns the bucket offset of the first such element, if any. One pass: 20 B per element with momentum, 12
   /// without. Does not touch the bucket's buffer.
   static std::optional<std::uint32_t> accumulate(std::span<const Segment> unit, const GradientView& bucket,
-                                                 const BlockVisitor& visit = {});
+                                                 const BlockVisitor& visit = {}, std::uint32_t bound = kNoBound);
+
+  /// Writes the first `count` of the entries back to v and, with `masking`, to u. They lie in the unit.
+  static void put_back(std::span<const Segment> unit, const TakenEntries& taken, std::size_t count,
+                       bool masking) noexcept;
 
   /// Takes what was sent out of the state: v <- fl(v - value); with `masking` also u <- 0 there (momentum factor
-  /// masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list.
+  /// masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list. `taken`: the same entries, if
+  /// the pass has taken them out already; left alone on errors.
   /// Errors: invalid_argument for an index outside the unit, before anything is changed.
-  void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking);
+  void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken = {});
   /// The same for a whole segment at density 1, without masking: its v is moved to `sent` [numel] and becomes 0.
   /// `sent` is also the undo copy: it must stay valid and unchanged until `commit` or `undo`.
   void settle_dense(const Segment& segment, std::span<float> sent);

@@ -61,27 +61,38 @@ std::size_t target_count(const Selector& selector, std::size_t numel) noexcept;
 /// The most entries (for layout A: exactly the slots) that a selection from numel elements returns.
 std::size_t capacity(const Selector& selector, std::size_t numel) noexcept;
 
+/// The pass that a selection may ride on, as the residual runs it. Without it the unit's values are already there.
+struct SelectionPass {
+  /// Writes the values of the runs, one behind the other, as the coming pass will leave them.
+  std::function<void(std::span<const UnitRun> runs, float* out)> peek;
+  /// Writes entries [count] of `taken` back to where they were. Where it is given, a selection takes candidates out of
+  /// the blocks while they lie in the cache, and puts back what is not selected.
+  std::function<void(const TakenEntries& taken, std::size_t count)> put_back;
+};
+
 /// One selection from one unit, in the steps that let it ride on the pass that accumulates the residual:
 ///
-///     selection.begin(selector, unit, seed, peek);   // TopK samples the values that the pass is about to produce
-///     for each block, in order:  selection.collect(values, count, offset);
-///     selection.finish(out);                         // may read the unit again
+///     selection.begin(selector, unit, seed, pass);   // TopK samples the values that the pass is about to produce
+///     for each block, in order, with the hits at or above selection.bound():  selection.collect(block);
+///     selection.finish(out, taken);                  // may read the unit again
 ///
 /// Reusable: memory is kept between units. Scratch: at most 2·capacity + 4096 entries, O(slots) for HashedSlots.
 class Selection {
  public:
-  /// Writes [count] values of the unit's segment `segment` from element `begin` on, as the coming pass will leave them.
-  using Peek = std::function<void(std::size_t segment, std::size_t begin, std::size_t count, float* out)>;
-
   Selection();
   ~Selection();
   Selection(Selection&&) noexcept;
   Selection& operator=(Selection&&) noexcept;
 
-  /// The unit's memory must stay valid until `finish`. Without `peek` the values are read from the unit.
-  void begin(const Selector& selector, UnitView unit, std::uint32_t seed, const Peek& peek = {});
-  void collect(const float* values, std::size_t count, std::uint32_t offset);
-  void finish(SparseGradient& out);
+  /// The unit's memory must stay valid until `finish`.
+  void begin(const Selector& selector, UnitView unit, std::uint32_t seed, SelectionPass pass = {});
+  /// What the next block's hits must reach; kNoBound if this selection wants none.
+  std::uint32_t bound() const noexcept;
+  void collect(const UnitBlock& block);
+  /// `taken` receives the selected entries as they were taken out, or nothing if they still stand in the unit.
+  void finish(SparseGradient& out, TakenEntries& taken);
+  /// Instead of `finish`: puts back whatever was taken out.
+  void abandon() noexcept;
 
   /// Sweeps beyond the expected ones that the last selection needed because a sampled bound was too high.
   std::size_t fallbacks() const noexcept;
@@ -92,6 +103,7 @@ class Selection {
 };
 
 /// begin, collect and finish over values that are already there. Errors: those of `validate`.
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& scratch, SparseGradient& out);
 void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out);
 
 }  // namespace thinwire

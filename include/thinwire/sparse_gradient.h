@@ -40,4 +40,36 @@ struct UnitSegment {
 /// What one selection covers: one parameter, or all sparse parameters of a bucket. Segments ascend by offset.
 using UnitView = std::span<const UnitSegment>;
 
+/// Neighbouring elements of a unit.
+struct UnitRun {
+  std::uint32_t offset = 0;  ///< of the first one, in the bucket's buffer
+  std::uint32_t count = 0;
+};
+
+/// A bound that no magnitude reaches. Bounds compare with magnitudes as `select.h` orders them: bits without the sign.
+inline constexpr std::uint32_t kNoBound = 0x80000000u;
+
+/// A run of at most 4096 elements of a unit, on its way through the pass that accumulates and still in the L1 cache.
+struct UnitBlock {
+  float* values = nullptr;    ///< v [count]
+  float* velocity = nullptr;  ///< u [count]; null without momentum
+  std::size_t count = 0;
+  std::uint32_t offset = 0;             ///< of values[0], in the bucket's buffer
+  std::span<const std::uint32_t> hits;  ///< ascending positions in the block: magnitudes at or above the pass's bound
+};
+
+/// Entries that were taken out of a unit's residual, with what was there: its v and, under momentum factor masking, u
+/// are 0 at these offsets until they are settled or put back. kEmptySlot marks an entry that does not count.
+struct TakenEntries {
+  std::vector<std::uint32_t> indices;  ///< [count] bucket offsets
+  std::vector<float> values;           ///< [count] v
+  std::vector<float> velocities;       ///< [count] u; 0 where there is none
+
+  void resize(std::size_t count) {
+    indices.resize(count);
+    values.resize(count);
+    velocities.resize(count);
+  }
+};
+
 }  // namespace thinwire

@@ -16,8 +16,9 @@ inline constexpr double kTopKRetrySigmas = 12.0;
 
 // HashedSlots: candidates that the threshold's sample should hold; the threshold's rank is then off by about 1/sqrt(64).
 inline constexpr double kHashedSampleSurvivors = 64.0;
-// Its positions are random: the one this many samples ahead is asked for while one is read.
-inline constexpr std::uint32_t kSamplePrefetch = 16;
+
+// Samples lie apart: the one this many ahead is asked for while one is read.
+inline constexpr std::size_t kSamplePrefetch = 16;
 
 // Up to this many ranks always-dense parameters ride in the payload: (P-1) copies of them cost less there than the
 // latency of an all-reduce of their own. Beyond this many bytes they never do.

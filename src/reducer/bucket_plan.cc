@@ -18,10 +18,10 @@ void add_dense(BucketPlan& plan, std::size_t slice, std::uint32_t offset, std::s
 void add_sparse(BucketPlan& plan, Unit unit, const std::string& name, const Residual::Segment& segment,
                 std::size_t numel) {
   if (unit == Unit::parameter || plan.units.empty())
-    plan.units.push_back({.name = name, .segments = {}, .view = {}, .begin = segment.offset, .extent = 0});
+    plan.units.push_back({.name = name, .segments = {}, .numel = 0, .begin = segment.offset, .extent = 0});
   UnitPlan& last = plan.units.back();
   last.segments.push_back(segment);
-  last.view.push_back(Residual::view(segment));
+  last.numel += numel;
   last.extent = static_cast<std::uint32_t>(segment.offset + numel - last.begin);
   plan.sparse_numel += numel;
 }
@@ -30,11 +30,8 @@ std::size_t block_bytes(const BucketPlan& plan, const ReducerOptions& options) {
   std::vector<SectionShape> shapes;
   if (plan.dense_in_payload)
     for (const DenseRun& run : plan.dense_runs) shapes.push_back({.dense = true, .capacity = run.numel});
-  for (const UnitPlan& unit : plan.units) {
-    std::size_t numel = 0;
-    for (const UnitSegment& segment : unit.view) numel += segment.numel;
-    shapes.push_back({.dense = false, .capacity = capacity(options.selector, numel)});
-  }
+  for (const UnitPlan& unit : plan.units)
+    shapes.push_back({.dense = false, .capacity = capacity(options.selector, unit.numel)});
   return payload_bound(options.codec, plan.segments.size(), shapes);
 }
 

@@ -25,7 +25,7 @@ bool matches(std::string_view pattern, std::string_view name) noexcept;
 struct UnitPlan {
   std::string name;  ///< of the parameter, or of a bucket's first one
   std::vector<Residual::Segment> segments;
-  std::vector<UnitSegment> view;
+  std::size_t numel = 0;
   std::uint32_t begin = 0;
   std::uint32_t extent = 0;
 };

@@ -119,14 +119,9 @@ void Pipeline::accumulate_and_select(Job& job) {
   for (const std::size_t slice : job.plan.dense_slices)
     if (!flush) note(Residual::accumulate({&job.plan.segments[slice], 1}, job.gradient));
   for (const UnitPlan& unit : job.plan.units) {
-    const auto peek = [&](std::size_t segment, std::size_t begin, std::size_t count, float* out) {
-      Residual::peek(unit.segments[segment], job.gradient, begin, count, out);
-    };
-    selection_.begin(options.selector, unit.view, unit_seed(options.seed, step_, unit.name), peek);
-    note(Residual::accumulate(unit.segments, job.gradient, [this](const Residual::Block& block) {
-      selection_.collect(block.values, block.count, block.offset);
-    }));
-    selection_.finish(job.selected.emplace_back());
+    note(thinwire::accumulate_and_select(options.selector, unit.segments, job.gradient,
+                                         unit_seed(options.seed, step_, unit.name), options.momentum_masking,
+                                         selection_, job.selected.emplace_back(), job.taken.emplace_back()));
     stats.fallbacks += selection_.fallbacks();
   }
   if (norms_ && !flush)
@@ -169,13 +164,18 @@ std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
   block_.resize(job.plan.block_bytes);
   encode(options.codec, job.header, job.has_gradient, sections, block_);
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
-    residual.settle(job.plan.units[i].segments, job.selected[i], options.momentum_masking);
+    residual.settle(job.plan.units[i].segments, job.selected[i], options.momentum_masking, std::move(job.taken[i]));
     stats.entries_sent += static_cast<std::uint64_t>(
         job.selected[i].hashed_order ? std::count_if(job.selected[i].indices.begin(), job.selected[i].indices.end(),
                                                      [](std::uint32_t index) { return index != kEmptySlot; })
                                      : static_cast<std::ptrdiff_t>(job.selected[i].nnz()));
   }
   return block_;
+}
+
+void Pipeline::give_back(Job& job) noexcept {
+  for (std::size_t i = 0; i < job.taken.size(); ++i)
+    Residual::put_back(job.plan.units[i].segments, job.taken[i], job.taken[i].indices.size(), options.momentum_masking);
 }
 
 std::span<const std::byte> Pipeline::exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure) {

@@ -27,6 +27,7 @@ struct Job {
   PayloadHeader header;
   std::vector<bool> has_gradient;
   std::vector<SparseGradient> selected;  // one per unit
+  std::vector<TakenEntries> taken;       // the same, as the pass took them out
 };
 
 /// The stages as the reducer's thread runs them, with the state they share. One step at a time.
@@ -47,6 +48,7 @@ class Pipeline {
   void plan(Job& job);
   void accumulate_and_select(Job& job);
   std::span<const std::byte> encode_and_settle(Job& job);
+  void give_back(Job& job) noexcept;  ///< after a failure before `exchange`: what was taken out and not settled
   std::span<const std::byte> exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure);
   std::vector<Payload> validate_all(const Job& job, std::span<const std::byte> blocks);
   void decode(Job& job, const std::vector<Payload>& payloads);

@@ -30,16 +30,12 @@ namespace {
 using State = Residual::State;
 using Segment = Residual::Segment;
 
-struct SentEntry {
-  State* state;         // null once struck from the list
-  std::uint32_t index;  // in the parameter
-  float v;
-  float u;
-};
-struct SentWhole {
-  State* state;  // null once struck from the list
-  std::span<const float> v;
-  std::size_t entries_before;  // single entries sent before it: what was sent last comes back first
+// What left in a step, in the order in which it left: what was sent last comes back first.
+struct Sent {
+  std::vector<Segment> unit;
+  TakenEntries entries;
+  bool masking = false;
+  std::span<const float> whole;  // instead of entries, of a unit of one segment; empty once struck from the list
 };
 struct Remembered {
   State* state;
@@ -77,14 +73,35 @@ const Segment* find_segment(std::span<const Segment> unit, std::uint32_t offset,
   return nullptr;
 }
 
+// How far ahead the random accesses to u and v are asked for.
+constexpr std::size_t kAhead = 16;
+
+// Calls f(state, index in the parameter, j) for each offset [count] that is no empty slot, asking for memory ahead. All
+// lie in the unit.
+template <class F>
+void for_each_entry(std::span<const Segment> unit, const std::uint32_t* offsets, std::size_t count, const F& f) {
+  const Segment* coming = nullptr;
+  const Segment* segment = nullptr;
+  for (std::size_t j = 0; j < count + kAhead; ++j) {
+    if (j < count && offsets[j] != kEmptySlot) {
+      coming = find_segment(unit, offsets[j], coming);
+      const std::size_t index = offsets[j] - coming->offset;
+      __builtin_prefetch(coming->state->v.data() + index, 1);
+      if (!coming->state->u.empty()) __builtin_prefetch(coming->state->u.data() + index, 1);
+    }
+    if (j < kAhead || offsets[j - kAhead] == kEmptySlot) continue;
+    segment = find_segment(unit, offsets[j - kAhead], segment);
+    f(*segment->state, offsets[j - kAhead] - segment->offset, j - kAhead);
+  }
+}
+
 }  // namespace
 
 struct Residual::Impl {
   std::deque<State> states;  // addresses stay
   std::unordered_map<std::string, State*> by_name;
   // The undo list of the step.
-  std::vector<SentEntry> sent_entries;
-  std::vector<SentWhole> sent_whole;
+  std::vector<Sent> sent;
   std::vector<Remembered> remembered;
 
   State& find(std::string_view name) const {
@@ -135,26 +152,44 @@ UnitSegment Residual::view(const Segment& segment) noexcept {
   return {.values = segment.state->v.data(), .numel = segment.state->v.size(), .offset = segment.offset};
 }
 
-void Residual::peek(const Segment& segment, const GradientView& bucket, std::size_t begin, std::size_t count,
+void Residual::peek(std::span<const Segment> unit, const GradientView& bucket, std::span<const UnitRun> runs,
                     float* out) {
-  std::array<float, kBlock> gradient;
-  std::array<float, kBlock> velocity;
-  const State& state = *segment.state;
-  while (count > 0) {
-    const std::size_t n = std::min(count, kBlock);
-    load_gradient(bucket, segment.offset + begin, n, gradient.data());
-    std::copy_n(state.v.data() + begin, n, out);
-    if (!state.u.empty()) std::copy_n(state.u.data() + begin, n, velocity.data());
-    accumulate_block(state.rule, gradient.data(), velocity.data(), out, n);
-    begin += n;
-    out += n;
-    count -= n;
+  const auto* gradients = bucket.dtype == DType::f32 ? static_cast<const float*>(bucket.data) : nullptr;
+  const Segment* coming = nullptr;
+  const Segment* segment = nullptr;
+  for (std::size_t r = 0; r < runs.size() + kAhead; ++r) {
+    if (r < runs.size()) {
+      coming = find_segment(unit, runs[r].offset, coming);
+      for (const std::uint32_t at : {runs[r].offset, runs[r].offset + runs[r].count - 1}) {
+        const std::size_t index = at - coming->offset;
+        __builtin_prefetch(coming->state->v.data() + index);
+        if (!coming->state->u.empty()) __builtin_prefetch(coming->state->u.data() + index);
+        if (gradients != nullptr) __builtin_prefetch(gradients + at);
+      }
+    }
+    if (r < kAhead) continue;
+    const UnitRun run = runs[r - kAhead];
+    segment = find_segment(unit, run.offset, segment);
+    const State& state = *segment->state;
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      const std::size_t index = run.offset + i - segment->offset;
+      float gradient = 0.0f;
+      if (gradients != nullptr)
+        gradient = gradients[run.offset + i];
+      else
+        load_gradient(bucket, run.offset + i, 1, &gradient);
+      float velocity = state.u.empty() ? 0.0f : state.u[index];
+      float value = state.v[index];
+      accumulate_element(state.rule, gradient, velocity, value);
+      *out++ = value;
+    }
   }
 }
 
 std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit, const GradientView& bucket,
-                                                  const BlockVisitor& visit) {
+                                                  const BlockVisitor& visit, std::uint32_t bound) {
   std::array<float, kBlock> widened;
+  std::array<std::uint32_t, kBlock + 1> hits;
   std::optional<std::uint32_t> non_finite;
   for (const Segment& segment : unit) {
     State& state = *segment.state;
@@ -166,34 +201,56 @@ std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit,
         gradient = static_cast<const float*>(bucket.data) + offset;
       else
         load_gradient(bucket, offset, n, widened.data());
-      float* velocity = state.u.empty() ? nullptr : state.u.data() + begin;
-      const std::size_t first = accumulate_block(state.rule, gradient, velocity, state.v.data() + begin, n);
+      float* v = state.v.data() + begin;
+      float* u = state.u.empty() ? nullptr : state.u.data() + begin;
+      std::size_t found = 0;
+      const std::size_t first = bound == kNoBound
+                                    ? accumulate_block(state.rule, gradient, u, v, n)
+                                    : accumulate_and_find(state.rule, gradient, u, v, n, bound, hits.data(), found);
       if (first < n && !non_finite) non_finite = static_cast<std::uint32_t>(offset + first);
-      if (visit) visit({.values = state.v.data() + begin, .count = n, .offset = offset});
+      if (visit)
+        bound = visit({.values = v, .velocity = u, .count = n, .offset = offset, .hits = {hits.data(), found}});
     }
   }
   return non_finite;
 }
 
-void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking) {
+void Residual::put_back(std::span<const Segment> unit, const TakenEntries& taken, std::size_t count,
+                        bool masking) noexcept {
+  for_each_entry(unit, taken.indices.data(), count, [&](State& state, std::size_t index, std::size_t j) {
+    state.v[index] = taken.values[j];
+    if (masking && !state.u.empty()) state.u[index] = taken.velocities[j];
+  });
+}
+
+void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken) {
+  const bool in_place = taken.indices.empty();
+  if (in_place) {
+    const Segment* segment = nullptr;
+    for (const std::uint32_t offset : sent.indices) {
+      if (offset == kEmptySlot) continue;
+      segment = find_segment(unit, offset, segment);
+      require(segment != nullptr, "sent index " + std::to_string(offset) + " lies outside its unit");
+    }
+    taken.resize(sent.nnz());
+    taken.indices = sent.indices;
+  }
+  Sent record{.unit = {unit.begin(), unit.end()}, .entries = {}, .masking = masking, .whole = {}};
+  impl_->sent.reserve(impl_->sent.size() + 1);
+  // From here on nothing can fail.
+  if (in_place)
+    for_each_entry(unit, taken.indices.data(), sent.nnz(), [&](State& state, std::size_t index, std::size_t j) {
+      taken.values[j] = std::exchange(state.v[index], 0.0f);
+      if (masking && !state.u.empty()) taken.velocities[j] = std::exchange(state.u[index], 0.0f);
+    });
   const Segment* segment = nullptr;
-  for (const std::uint32_t offset : sent.indices) {
-    if (offset == kEmptySlot) continue;
-    segment = find_segment(unit, offset, segment);
-    require(segment != nullptr, "sent index " + std::to_string(offset) + " lies outside its unit");
-  }
-  impl_->sent_entries.reserve(impl_->sent_entries.size() + sent.nnz());
   for (std::size_t j = 0; j < sent.nnz(); ++j) {
-    if (sent.indices[j] == kEmptySlot) continue;
-    segment = find_segment(unit, sent.indices[j], segment);
-    State& state = *segment->state;
-    const std::uint32_t index = sent.indices[j] - segment->offset;
-    float* velocity = state.velocity();
-    impl_->sent_entries.push_back(
-        {.state = &state, .index = index, .v = state.v[index], .u = velocity != nullptr ? velocity[index] : 0.0f});
-    state.v[index] -= sent.values[j];
-    if (masking && velocity != nullptr) velocity[index] = 0.0f;
+    if (taken.values[j] == sent.values[j]) continue;  // not so where a coding has rounded
+    segment = find_segment(unit, taken.indices[j], segment);
+    segment->state->v[taken.indices[j] - segment->offset] = taken.values[j] - sent.values[j];
   }
+  record.entries = std::move(taken);
+  impl_->sent.push_back(std::move(record));
 }
 
 void Residual::settle_dense(const Segment& segment, std::span<float> sent) {
@@ -201,7 +258,7 @@ void Residual::settle_dense(const Segment& segment, std::span<float> sent) {
   require(sent.size() == state.v.size(), "the buffer for parameter " + quoted(state.parameter.name) + " has " +
                                              std::to_string(sent.size()) + " elements, not " +
                                              std::to_string(state.v.size()));
-  impl_->sent_whole.push_back({.state = &state, .v = sent, .entries_before = impl_->sent_entries.size()});
+  impl_->sent.push_back({.unit = {segment}, .entries = {}, .masking = false, .whole = sent});
   std::copy(state.v.begin(), state.v.end(), sent.begin());
   std::fill(state.v.begin(), state.v.end(), 0.0f);
 }
@@ -212,10 +269,13 @@ void Residual::remember(const Segment& segment) {
 
 void Residual::restore(const Segment& segment) {
   State* const state = segment.state;
-  for (SentEntry& entry : impl_->sent_entries)
-    if (entry.state == state) entry.state = nullptr;
-  for (SentWhole& whole : impl_->sent_whole)
-    if (whole.state == state) whole.state = nullptr;
+  for (Sent& sent : impl_->sent)
+    for (const Segment& part : sent.unit) {
+      if (part.state != state) continue;
+      sent.whole = {};
+      for (std::uint32_t& index : sent.entries.indices)
+        if (index >= part.offset && index - part.offset < state->v.size()) index = kEmptySlot;
+    }
   for (const Remembered& before : impl_->remembered) {
     if (before.state != state) continue;
     state->v = before.v;
@@ -224,26 +284,15 @@ void Residual::restore(const Segment& segment) {
 }
 
 void Residual::commit() noexcept {
-  impl_->sent_entries.clear();
-  impl_->sent_whole.clear();
+  impl_->sent.clear();
   impl_->remembered.clear();
 }
 
 void Residual::undo() noexcept {
-  const auto take_back_entries = [this](std::size_t down_to) {
-    std::vector<SentEntry>& entries = impl_->sent_entries;
-    for (; entries.size() > down_to; entries.pop_back()) {
-      const SentEntry& entry = entries.back();
-      if (entry.state == nullptr) continue;
-      entry.state->v[entry.index] = entry.v;
-      if (!entry.state->u.empty()) entry.state->u[entry.index] = entry.u;
-    }
-  };
-  for (auto whole = impl_->sent_whole.rbegin(); whole != impl_->sent_whole.rend(); ++whole) {
-    take_back_entries(whole->entries_before);
-    if (whole->state != nullptr) std::copy(whole->v.begin(), whole->v.end(), whole->state->v.begin());
+  for (auto sent = impl_->sent.rbegin(); sent != impl_->sent.rend(); ++sent) {
+    put_back(sent->unit, sent->entries, sent->entries.indices.size(), sent->masking);
+    std::copy(sent->whole.begin(), sent->whole.end(), sent->unit.front().state->v.begin());
   }
-  take_back_entries(0);
   commit();
 }
 

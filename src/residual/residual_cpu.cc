@@ -4,9 +4,9 @@
 #include "hwy/foreach_target.h"
 // The order matters: foreach_target includes this file once more for each target.
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 
+#include "core/find_hits-inl.h"
 #include "hwy/highway.h"
 #include "residual/residual_kernels.h"
 
@@ -14,75 +14,81 @@ HWY_BEFORE_NAMESPACE();
 namespace thinwire {
 namespace HWY_NAMESPACE {
 namespace {
-namespace hn = hwy::HWY_NAMESPACE;
 
 enum class Update { replace, plain, momentum, nesterov };
 
+// The update of a block, element by element or vector by vector; each yields the new v. first() is the first element
+// that was refused.
 template <Update kUpdate>
-size_t ScalarUpdate(float m, const float* g, float* u, float* v, size_t i) {
-  float velocity = 0.0f;
-  float addend = g[i];
-  if constexpr (kUpdate == Update::momentum || kUpdate == Update::nesterov) {
-    velocity = m * u[i];
-    velocity += g[i];
-    addend = velocity;
-    if constexpr (kUpdate == Update::nesterov) {
-      addend = m * velocity;
-      addend += g[i];
-    }
-  }
-  const float value = kUpdate == Update::replace ? addend : v[i] + addend;
-  if ((std::bit_cast<uint32_t>(value) & 0x7f800000u) == 0x7f800000u) return 1;
-  v[i] = value;
-  if constexpr (kUpdate == Update::momentum || kUpdate == Update::nesterov) u[i] = velocity;
-  return 0;
-}
+class BlockUpdate {
+ public:
+  BlockUpdate(const MomentumRule& rule, const float* HWY_RESTRICT g, float* HWY_RESTRICT u, float* HWY_RESTRICT v,
+              size_t count)
+      : rule_(rule), g_(g), u_(u), v_(v), first_(count) {}
 
-template <Update kUpdate>
-size_t UpdateBlock(float m, const float* HWY_RESTRICT g, float* HWY_RESTRICT u, float* HWY_RESTRICT v, size_t count) {
-  const hn::ScalableTag<float> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const size_t lanes = hn::Lanes(d);
-  const auto factor = hn::Set(d, m);
-  const auto exponent = hn::Set(di, 0x7f800000);
-  size_t first = count;
-  size_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    const auto gradient = hn::LoadU(d, g + i);
+  size_t first() const { return first_; }
+
+  HWY_INLINE float Element(size_t i) {
+    float none = 0.0f;
+    if (!accumulate_element(rule_, g_[i], kHasVelocity ? u_[i] : none, v_[i])) first_ = std::min(first_, i);
+    return v_[i];
+  }
+
+  HWY_INLINE hn::Vec<Floats> Vector(size_t i) {
+    const Floats d;
+    const hn::RebindToSigned<Floats> di;
+    const auto factor = hn::Set(d, rule_.momentum);
+    const auto gradient = hn::LoadU(d, g_ + i);
     auto addend = gradient;
     auto velocity = gradient;
-    if constexpr (kUpdate == Update::momentum || kUpdate == Update::nesterov) {
-      velocity = hn::Add(hn::Mul(factor, hn::LoadU(d, u + i)), gradient);
+    if constexpr (kHasVelocity) {
+      velocity = hn::Add(hn::Mul(factor, hn::LoadU(d, u_ + i)), gradient);
       addend = velocity;
       if constexpr (kUpdate == Update::nesterov) addend = hn::Add(hn::Mul(factor, velocity), gradient);
     }
-    const auto before = hn::LoadU(d, v + i);
-    const auto value = kUpdate == Update::replace ? addend : hn::Add(before, addend);
-    const auto broken = hn::Eq(hn::And(hn::BitCast(di, value), exponent), exponent);
-    if (HWY_LIKELY(hn::AllFalse(di, broken))) {
-      hn::StoreU(value, d, v + i);
-      if constexpr (kUpdate == Update::momentum || kUpdate == Update::nesterov) hn::StoreU(velocity, d, u + i);
-    } else {
-      for (size_t j = i; j < i + lanes; ++j)
-        if (ScalarUpdate<kUpdate>(m, g, u, v, j)) first = std::min(first, j);
+    const auto value = kUpdate == Update::replace ? addend : hn::Add(hn::LoadU(d, v_ + i), addend);
+    const auto exponent = hn::Set(di, 0x7f800000);
+    if (HWY_UNLIKELY(!hn::AllFalse(di, hn::Eq(hn::And(hn::BitCast(di, value), exponent), exponent)))) {
+      for (size_t j = i; j < i + hn::Lanes(d); ++j) Element(j);
+      return hn::LoadU(d, v_ + i);
     }
+    hn::StoreU(value, d, v_ + i);
+    if constexpr (kHasVelocity) hn::StoreU(velocity, d, u_ + i);
+    return value;
   }
-  for (; i < count; ++i)
-    if (ScalarUpdate<kUpdate>(m, g, u, v, i)) first = std::min(first, i);
-  return first;
+
+ private:
+  static constexpr bool kHasVelocity = kUpdate == Update::momentum || kUpdate == Update::nesterov;
+  const MomentumRule rule_;
+  const float* HWY_RESTRICT g_;
+  float* HWY_RESTRICT u_;
+  float* HWY_RESTRICT v_;
+  size_t first_;
+};
+
+// With `hits` null: the update alone.
+template <Update kUpdate>
+size_t Accumulate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound,
+                  uint32_t* hits, size_t* found) {
+  BlockUpdate<kUpdate> update(rule, g, u, v, count);
+  if (hits != nullptr) {
+    *found = FindHits([&update](size_t i) HWY_ATTR { return update.Vector(i); },
+                      [&update](size_t i) HWY_ATTR { return update.Element(i); }, count, bound, hits);
+    return update.first();
+  }
+  const size_t lanes = hn::Lanes(Floats());
+  size_t i = 0;
+  for (; i + lanes <= count; i += lanes) update.Vector(i);
+  for (; i < count; ++i) update.Element(i);
+  return update.first();
 }
 
-size_t Replace(float m, const float* g, float* u, float* v, size_t count) {
-  return UpdateBlock<Update::replace>(m, g, u, v, count);
-}
-size_t Plain(float m, const float* g, float* u, float* v, size_t count) {
-  return UpdateBlock<Update::plain>(m, g, u, v, count);
-}
-size_t Momentum(float m, const float* g, float* u, float* v, size_t count) {
-  return UpdateBlock<Update::momentum>(m, g, u, v, count);
-}
-size_t Nesterov(float m, const float* g, float* u, float* v, size_t count) {
-  return UpdateBlock<Update::nesterov>(m, g, u, v, count);
+size_t AccumulateBlock(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound,
+                       uint32_t* hits, size_t* found) {
+  if (!rule.error_feedback) return Accumulate<Update::replace>(rule, g, u, v, count, bound, hits, found);
+  if (rule.nesterov) return Accumulate<Update::nesterov>(rule, g, u, v, count, bound, hits, found);
+  if (rule.momentum != 0.0f) return Accumulate<Update::momentum>(rule, g, u, v, count, bound, hits, found);
+  return Accumulate<Update::plain>(rule, g, u, v, count, bound, hits, found);
 }
 
 }  // namespace
@@ -93,18 +99,16 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace thinwire {
 namespace {
-HWY_EXPORT(Replace);
-HWY_EXPORT(Plain);
-HWY_EXPORT(Momentum);
-HWY_EXPORT(Nesterov);
+HWY_EXPORT(AccumulateBlock);
 }  // namespace
 
 std::size_t accumulate_block(const MomentumRule& rule, const float* g, float* u, float* v, std::size_t count) {
-  const float m = rule.momentum;
-  if (!rule.error_feedback) return HWY_DYNAMIC_DISPATCH(Replace)(m, g, u, v, count);
-  if (rule.nesterov) return HWY_DYNAMIC_DISPATCH(Nesterov)(m, g, u, v, count);
-  if (m != 0.0f) return HWY_DYNAMIC_DISPATCH(Momentum)(m, g, u, v, count);
-  return HWY_DYNAMIC_DISPATCH(Plain)(m, g, u, v, count);
+  return HWY_DYNAMIC_DISPATCH(AccumulateBlock)(rule, g, u, v, count, kNoBound, nullptr, nullptr);
+}
+
+std::size_t accumulate_and_find(const MomentumRule& rule, const float* g, float* u, float* v, std::size_t count,
+                                std::uint32_t bound, std::uint32_t* hits, std::size_t& found) {
+  return HWY_DYNAMIC_DISPATCH(AccumulateBlock)(rule, g, u, v, count, bound, hits, &found);
 }
 
 }  // namespace thinwire

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <functional>
 
 #include "core/magnitude.h"
@@ -10,66 +11,149 @@
 
 namespace thinwire {
 
-std::uint32_t key_of_rank(std::span<std::uint32_t> keys, std::size_t rank) {
-  const auto at = keys.begin() + static_cast<std::ptrdiff_t>(rank) - 1;
-  std::nth_element(keys.begin(), at, keys.end(), std::greater<>());
-  return *at;
+Cut cut_after(std::span<const float> values, std::size_t k, std::vector<std::uint32_t>& keys) {
+  constexpr int kBinBits = 12;
+  std::uint32_t low = ~0u;
+  std::uint32_t high = 0;
+  for (const float value : values) {
+    low = std::min(low, magnitude_key(value));
+    high = std::max(high, magnitude_key(value));
+  }
+  const int shift = std::max(0, static_cast<int>(std::bit_width(high - low)) - kBinBits);
+  std::array<std::uint32_t, 1u << kBinBits> histogram{};
+  for (const float value : values) ++histogram[(magnitude_key(value) - low) >> shift];
+  std::uint32_t bin = (high - low) >> shift;
+  std::size_t above = 0;
+  for (; above + histogram[bin] < k; --bin) above += histogram[bin];
+  // The k-th lies in this bin. Its keys are gathered without a branch: every key is written, those of the bin stay.
+  keys.resize(values.size() + 1);
+  std::size_t inside = 0;
+  for (const float value : values) {
+    const std::uint32_t key = magnitude_key(value);
+    keys[inside] = key;
+    inside += (key - low) >> shift == bin;
+  }
+  const auto end = keys.begin() + static_cast<std::ptrdiff_t>(inside);
+  const auto kth = keys.begin() + static_cast<std::ptrdiff_t>(k - above) - 1;
+  std::nth_element(keys.begin(), kth, end, std::greater<>());
+  Cut cut{.key = *kth, .ties = k - above};
+  for (auto key = keys.begin(); key != end; ++key) cut.ties -= *key > cut.key;
+  return cut;
 }
 
-std::uint32_t keep_largest(std::vector<std::uint32_t>& indices, std::vector<float>& values, std::size_t k,
-                           std::vector<std::uint32_t>& scratch) {
-  scratch.resize(values.size());
-  std::transform(values.begin(), values.end(), scratch.begin(), magnitude_key);
-  const std::uint32_t kth = key_of_rank(scratch, std::min(k, scratch.size()));
-  if (k >= values.size()) return kth;
-  std::size_t ties = k;
-  for (const float value : values) ties -= magnitude_key(value) > kth;
+void keep_largest(SparseGradient& entries, std::size_t k, std::vector<std::uint32_t>& keys) {
+  if (k >= entries.nnz()) return;
+  Cut cut = cut_after(entries.values, k, keys);
   std::size_t kept = 0;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const std::uint32_t key = magnitude_key(values[i]);
-    const bool tie = key == kth && ties > 0;
-    ties -= tie;
-    indices[kept] = indices[i];
-    values[kept] = values[i];
-    kept += key > kth || tie;
+  for (std::size_t i = 0; i < entries.nnz(); ++i) {
+    const std::uint32_t key = magnitude_key(entries.values[i]);
+    const bool tie = key == cut.key && cut.ties > 0;
+    cut.ties -= tie;
+    entries.indices[kept] = entries.indices[i];
+    entries.values[kept] = entries.values[i];
+    kept += key > cut.key || tie;
   }
-  indices.resize(k);
-  values.resize(k);
-  return kth;
+  entries.indices.resize(k);
+  entries.values.resize(k);
 }
 
-void Candidates::begin(std::size_t k, std::uint32_t bound) {
+void Candidates::begin(std::size_t k, std::uint32_t bound, const PutBack* put_back) {
   k_ = k;
-  bound_ = pruned_bound_ = std::max(bound, 1u);
+  bound_ = first_bound_ = std::max(bound, 1u);
   found_ = 0;
-  indices_.clear();
-  values_.clear();
+  put_back_ = put_back;
+  size_ = 0;
+  const std::size_t room = 2 * k + kBlock;
+  if (held_.indices.size() < room) held_.resize(room);
 }
 
-void Candidates::collect(const float* values, std::size_t count, std::uint32_t offset) {
-  std::array<std::uint32_t, kBlock + 1> hits;
-  const std::size_t found = find_at_least(values, count, pruned_bound_, hits.data());
-  found_ += found;
-  for (std::size_t j = 0; j < found; ++j) {
-    indices_.push_back(offset + hits[j]);
-    values_.push_back(values[hits[j]]);
+void Candidates::collect_hits(const float* values, std::uint32_t offset, std::span<const std::uint32_t> hits) {
+  std::uint32_t* const indices = held_.indices.data() + size_;
+  float* const held = held_.values.data() + size_;
+  for (std::size_t j = 0; j < hits.size(); ++j) {
+    indices[j] = offset + hits[j];
+    held[j] = values[hits[j]];
   }
-  if (indices_.size() > 2 * k_) pruned_bound_ = keep_largest(indices_, values_, k_, scratch_) + 1;
+  size_ += hits.size();
+  found_ += hits.size();
+}
+
+void Candidates::collect(const UnitBlock& block) {
+  float* const velocities = held_.velocities.data() + size_;
+  collect_hits(block.values, block.offset, block.hits);
+  if (put_back_ != nullptr) {
+    for (std::size_t j = 0; j < block.hits.size(); ++j) {
+      velocities[j] = block.velocity != nullptr ? block.velocity[block.hits[j]] : 0.0f;
+      block.values[block.hits[j]] = 0.0f;
+      if (block.velocity != nullptr) block.velocity[block.hits[j]] = 0.0f;
+    }
+  }
+  if (size_ > 2 * k_) cut();
 }
 
 void Candidates::collect(UnitView unit) {
-  for_each_block(
-      unit, [this](const float* values, std::size_t count, std::uint32_t offset) { collect(values, count, offset); });
+  std::array<std::uint32_t, kBlock + 1> hits;
+  for_each_block(unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
+    collect_hits(values, offset, {hits.data(), find_at_least(values, count, bound_, hits.data())});
+    if (size_ > 2 * k_) cut();
+  });
 }
 
-void Candidates::take(SparseGradient& out) {
-  if (!values_.empty()) keep_largest(indices_, values_, k_, scratch_);
-  out.indices.assign(indices_.begin(), indices_.end());
-  out.values.assign(values_.begin(), values_.end());
+// Keeps the k best. The entries are parted without a branch: each is written to both lists, and stays in one.
+void Candidates::cut() {
+  if (size_ <= k_) return;
+  Cut cut = cut_after({held_.values.data(), size_}, k_, keys_);
+  const bool taken = put_back_ != nullptr;
+  if (taken && lost_.indices.size() < size_ + 1) lost_.resize(size_ + 1);
+  std::size_t kept = 0;
+  std::size_t lost = 0;
+  for (std::size_t i = 0; i < size_; ++i) {
+    const std::uint32_t index = held_.indices[i];
+    const float value = held_.values[i];
+    const std::uint32_t key = magnitude_key(value);
+    const bool tie = (key == cut.key) & (cut.ties > 0);
+    const bool keep = (key > cut.key) | tie;
+    cut.ties -= tie;
+    if (taken) {
+      const float velocity = held_.velocities[i];
+      lost_.indices[lost] = index;
+      lost_.values[lost] = value;
+      lost_.velocities[lost] = velocity;
+      lost += !keep;
+      held_.velocities[kept] = velocity;
+    }
+    held_.indices[kept] = index;
+    held_.values[kept] = value;
+    kept += keep;
+  }
+  size_ = k_;
+  bound_ = cut.key + 1;
+  if (taken) (*put_back_)(lost_, lost);
+}
+
+void Candidates::finish(SparseGradient& out, TakenEntries& taken) {
+  cut();
+  const auto size = static_cast<std::ptrdiff_t>(size_);
+  out.indices.assign(held_.indices.begin(), held_.indices.begin() + size);
+  out.values.assign(held_.values.begin(), held_.values.begin() + size);
+  taken.resize(0);
+  if (put_back_ != nullptr) {
+    taken.indices = out.indices;
+    taken.values = out.values;
+    taken.velocities.assign(held_.velocities.begin(), held_.velocities.begin() + size);
+  }
+  size_ = 0;
+  put_back_ = nullptr;
 }
 
 std::uint32_t Candidates::least_of_best() {
-  return values_.empty() ? 1 : keep_largest(indices_, values_, k_, scratch_);
+  return size_ == 0 ? 1 : cut_after({held_.values.data(), size_}, std::min(k_, size_), keys_).key;
+}
+
+void Candidates::abandon() noexcept {
+  if (put_back_ != nullptr) (*put_back_)(held_, size_);
+  size_ = 0;
+  put_back_ = nullptr;
 }
 
 }  // namespace thinwire

@@ -3,46 +3,65 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
-#include "thinwire/sparse_gradient.h"
+#include "thinwire/select.h"
 
 namespace thinwire {
 
-/// Magnitude key of rank `rank` (1 = largest) among keys; reorders them. 1 <= rank <= keys.size().
-std::uint32_t key_of_rank(std::span<std::uint32_t> keys, std::size_t rank);
+/// Where the k largest of some magnitudes end: all keys above `key` and the first `ties` equal to it.
+struct Cut {
+  std::uint32_t key = 0;
+  std::size_t ties = 0;
+};
 
-/// Keeps the k entries of largest magnitude, ties to the earlier one, in their order. Returns the least kept key.
-std::uint32_t keep_largest(std::vector<std::uint32_t>& indices, std::vector<float>& values, std::size_t k,
-                           std::vector<std::uint32_t>& scratch);
+/// The cut after the k largest of `values`; 1 <= k <= values.size(). `keys` is scratch.
+/// Cost: one histogram of the keys, then a selection within one of its bins.
+Cut cut_after(std::span<const float> values, std::size_t k, std::vector<std::uint32_t>& keys);
+
+/// Keeps the min(k, size) entries of largest magnitude, ties to the earlier one, in their order.
+void keep_largest(SparseGradient& entries, std::size_t k, std::vector<std::uint32_t>& keys);
 
 /// Collects entries block by block in ascending index order. Holds at most 2k entries and one block.
 class Candidates {
  public:
-  /// Entries below `bound` are passed over; a bound of 1 takes all but zeros.
-  void begin(std::size_t k, std::uint32_t bound);
-  void collect(const float* values, std::size_t count, std::uint32_t offset);
-  /// A whole unit, block by block.
+  using PutBack = std::function<void(const TakenEntries& taken, std::size_t count)>;
+
+  /// Entries below `bound` are passed over; a bound of 1 takes all but zeros. With `put_back`, the entries of `collect`
+  /// are taken out of their blocks, and those that fall behind go there.
+  void begin(std::size_t k, std::uint32_t bound, const PutBack* put_back = nullptr);
+  /// What the hits of the next block must reach: after a cut only strictly larger entries can still win.
+  std::uint32_t bound() const noexcept { return bound_; }
+  void collect(const UnitBlock& block);
+  /// A whole unit as it stands, block by block; takes nothing out.
   void collect(UnitView unit);
 
-  /// Entries at or above the bound so far, capped at k: k means that the k best are among those held.
-  std::size_t found() const noexcept { return found_ < k_ ? found_ : k_; }
-  std::uint32_t bound() const noexcept { return bound_; }
+  /// True if the k best of the unit are among those held, or the bound was so low that all of its entries are.
+  bool complete() const noexcept { return found_ >= k_ || first_bound_ <= 1; }
+  std::uint32_t first_bound() const noexcept { return first_bound_; }
 
-  /// The min(k, found) best, ascending by index, go to `out`.
-  void take(SparseGradient& out);
-  /// The least key of the min(k, found) best; 1 if there is none. Ends the collection.
+  /// The min(k, found) best, ascending by index, go to `out`, and where they were taken out, to `taken`.
+  void finish(SparseGradient& out, TakenEntries& taken);
+  /// The least key of the min(k, found) best; 1 if there is none.
   std::uint32_t least_of_best();
+  /// Puts back whatever was taken out, and forgets all.
+  void abandon() noexcept;
 
  private:
+  void collect_hits(const float* values, std::uint32_t offset, std::span<const std::uint32_t> hits);
+  void cut();
+
   std::size_t k_ = 0;
   std::uint32_t bound_ = 1;
-  std::uint32_t pruned_bound_ = 1;  // after a prune only strictly larger entries can still win
-  std::size_t found_ = 0;
-  std::vector<std::uint32_t> indices_;
-  std::vector<float> values_;
-  std::vector<std::uint32_t> scratch_;
+  std::uint32_t first_bound_ = 1;
+  std::size_t found_ = 0;  // at or above the bound so far
+  const PutBack* put_back_ = nullptr;
+  std::size_t size_ = 0;  // of `held_`, which is longer
+  TakenEntries held_;
+  TakenEntries lost_;
+  std::vector<std::uint32_t> keys_;
 };
 
 }  // namespace thinwire

@@ -16,7 +16,7 @@ namespace thinwire {
 void HashedSlotsSelection::begin(const SampleSource& source, const HashedSlots& selector, std::size_t k,
                                  std::size_t capacity) {
   source_ = source;
-  source_.peek = nullptr;
+  source_.pass = nullptr;
   selector_ = selector;
   capacity_ = capacity;
   const bool layout_a = selector.layout == HashedSlots::Layout::a;
@@ -38,17 +38,13 @@ std::uint32_t HashedSlotsSelection::threshold() {
     whole_.collect(source_.unit);
     return whole_.least_of_best();
   }
-  std::vector<std::uint32_t>& keys = scratch_;
-  keys.clear();
-  const auto position = [this](std::uint32_t i) {
-    return scale_hash(murmur3_32(i, sampling_seed(source_.seed)), static_cast<std::uint32_t>(source_.numel));
-  };
-  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(samples); ++i) {
-    source_.prefetch(position(i + kSamplePrefetch));
-    source_.read(position(i), 1, keys);
-  }
+  sample_.clear();
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(samples); ++i)
+    sample_.add(source_,
+                scale_hash(murmur3_32(i, sampling_seed(source_.seed)), static_cast<std::uint32_t>(source_.numel)), 1);
+  sample_.read(source_);
   const auto sampled_rank = static_cast<std::size_t>(std::floor(samples * share + 0.5));
-  return std::max(key_of_rank(keys, std::max<std::size_t>(sampled_rank, 1)), 1u);
+  return std::max(sample_.key_of_rank(std::max<std::size_t>(sampled_rank, 1)), 1u);
 }
 
 void HashedSlotsSelection::insert(const float* values, std::size_t count, std::uint32_t offset,
@@ -67,7 +63,8 @@ void HashedSlotsSelection::insert(const float* values, std::size_t count, std::u
   }
 }
 
-void HashedSlotsSelection::finish(SparseGradient& out) {
+void HashedSlotsSelection::finish(SparseGradient& out, TakenEntries& taken) {
+  taken.resize(0);
   const std::uint32_t least = threshold();
   for_each_block(source_.unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
     insert(values, count, offset, least);
@@ -79,17 +76,16 @@ void HashedSlotsSelection::finish(SparseGradient& out) {
     out.hash_seed = source_.seed;
     return;
   }
-  std::vector<std::uint32_t>& order = scratch_;
-  order.clear();
+  order_.clear();
   for (std::uint32_t slot = 0; slot < slot_indices_.size(); ++slot)
-    if (slot_indices_[slot] != kEmptySlot) order.push_back(slot);
-  std::sort(order.begin(), order.end(),
+    if (slot_indices_[slot] != kEmptySlot) order_.push_back(slot);
+  std::sort(order_.begin(), order_.end(),
             [this](std::uint32_t a, std::uint32_t b) { return slot_indices_[a] < slot_indices_[b]; });
-  for (const std::uint32_t slot : order) {
+  for (const std::uint32_t slot : order_) {
     out.indices.push_back(slot_indices_[slot]);
     out.values.push_back(slot_values_[slot]);
   }
-  if (out.nnz() > capacity_) keep_largest(out.indices, out.values, capacity_, scratch_);
+  keep_largest(out, capacity_, order_);
 }
 
 }  // namespace thinwire

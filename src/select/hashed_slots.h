@@ -10,8 +10,10 @@ namespace thinwire {
 class HashedSlotsSelection {
  public:
   void begin(const SampleSource& source, const HashedSlots& selector, std::size_t k, std::size_t capacity);
-  void collect(const float*, std::size_t, std::uint32_t) {}
-  void finish(SparseGradient& out);
+  static std::uint32_t bound() noexcept { return kNoBound; }
+  static void collect(const UnitBlock&) {}
+  void finish(SparseGradient& out, TakenEntries& taken);
+  static void abandon() noexcept {}
 
  private:
   std::uint32_t threshold();
@@ -22,9 +24,10 @@ class HashedSlotsSelection {
   std::size_t rank_ = 0;  // of the threshold among the magnitudes
   std::size_t capacity_ = 0;
   Candidates whole_;
+  Sample sample_;
   std::vector<std::uint32_t> slot_indices_;
   std::vector<float> slot_values_;
-  std::vector<std::uint32_t> scratch_;
+  std::vector<std::uint32_t> order_;
 };
 
 }  // namespace thinwire

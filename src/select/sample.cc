@@ -1,40 +1,47 @@
 #include "select/sample.h"
 
 #include <algorithm>
-#include <array>
 
-#include "core/magnitude.h"
+#include "core/tuning.h"
+#include "select/candidates.h"
 
 namespace thinwire {
-namespace {
 
-// The segment that holds a position of the unit; `position` becomes the one within it.
-std::size_t locate(UnitView unit, std::size_t& position) {
-  std::size_t segment = 0;
-  while (position >= unit[segment].numel) position -= unit[segment++].numel;
-  return segment;
+void Sample::clear() noexcept {
+  places_.clear();
+  runs_.clear();
+  values_.clear();
+  segment_ = segment_begin_ = 0;
 }
 
-}  // namespace
-
-void SampleSource::prefetch(std::size_t position) const {
-  const std::size_t segment = locate(unit, position);
-  __builtin_prefetch(unit[segment].values + position);
+void Sample::add(const SampleSource& source, std::size_t position, std::size_t count) {
+  if (position < segment_begin_) segment_ = segment_begin_ = 0;
+  while (position - segment_begin_ >= source.unit[segment_].numel) segment_begin_ += source.unit[segment_++].numel;
+  const UnitSegment& segment = source.unit[segment_];
+  const std::size_t within = position - segment_begin_;
+  count = std::min(count, segment.numel - within);
+  places_.push_back(segment.values + within);
+  runs_.push_back(
+      {.offset = static_cast<std::uint32_t>(segment.offset + within), .count = static_cast<std::uint32_t>(count)});
+  values_.resize(values_.size() + count);
 }
 
-void SampleSource::read(std::size_t position, std::size_t count, std::vector<std::uint32_t>& keys) const {
-  const std::size_t segment = locate(unit, position);
-  count = std::min(count, unit[segment].numel - position);
-  std::array<float, 8> values;
-  for (std::size_t done = 0; done < count; done += values.size()) {
-    const std::size_t n = std::min(values.size(), count - done);
-    const float* from = unit[segment].values + position + done;
-    if (peek != nullptr && *peek) {
-      (*peek)(segment, position + done, n, values.data());
-      from = values.data();
+void Sample::read(const SampleSource& source) {
+  if (source.pass != nullptr && source.pass->peek) {
+    source.pass->peek(runs_, values_.data());
+    return;
+  }
+  float* out = values_.data();
+  for (std::size_t r = 0; r < runs_.size(); ++r) {
+    if (r + kSamplePrefetch < runs_.size()) {
+      const float* ahead = places_[r + kSamplePrefetch];
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + runs_[r + kSamplePrefetch].count - 1);
     }
-    for (std::size_t i = 0; i < n; ++i) keys.push_back(magnitude_key(from[i]));
+    out = std::copy_n(places_[r], runs_[r].count, out);
   }
 }
+
+std::uint32_t Sample::key_of_rank(std::size_t rank) { return cut_after(values_, rank, keys_).key; }
 
 }  // namespace thinwire

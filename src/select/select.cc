@@ -2,6 +2,7 @@
 #include "thinwire/select.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <sstream>
 #include <type_traits>
@@ -11,6 +12,7 @@
 #include "core/magnitude.h"
 #include "select/blocks.h"
 #include "select/hashed_slots.h"
+#include "select/select_kernels.h"
 #include "select/top_k.h"
 #include "select/trimmed_top_k.h"
 
@@ -85,19 +87,19 @@ std::size_t capacity(const Selector& selector, std::size_t numel) noexcept {
 
 struct Selection::Impl {
   std::vector<UnitSegment> unit;
-  Peek peek;
+  SelectionPass pass;
   std::size_t numel = 0;
   TopKSelection top_k;
   TrimmedTopKSelection trimmed;
   HashedSlotsSelection hashed;
   std::size_t method = 0;  // index of the selector in the variant
 
-  // Calls f with the selection of the method in use.
+  // What f yields for the selection of the method in use.
   template <class F>
-  void with_method(const F& f) {
-    if (method == 0) f(top_k);
-    if (method == 1) f(trimmed);
-    if (method == 2) f(hashed);
+  auto with_method(const F& f) {
+    if (method == 0) return f(top_k);
+    if (method == 1) return f(trimmed);
+    return f(hashed);
   }
 };
 
@@ -106,14 +108,14 @@ Selection::~Selection() = default;
 Selection::Selection(Selection&&) noexcept = default;
 Selection& Selection::operator=(Selection&&) noexcept = default;
 
-void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t seed, const Peek& peek) {
+void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t seed, SelectionPass pass) {
   impl_->unit.assign(unit.begin(), unit.end());
-  impl_->peek = peek;
+  impl_->pass = std::move(pass);
   impl_->numel = unit_numel(unit);
   impl_->method = selector.index();
   if (impl_->numel == 0) return;
   const std::size_t k = target_count(selector, impl_->numel);
-  const SampleSource source{.unit = impl_->unit, .numel = impl_->numel, .seed = seed, .peek = &impl_->peek};
+  const SampleSource source{.unit = impl_->unit, .numel = impl_->numel, .seed = seed, .pass = &impl_->pass};
   std::visit(Overloaded{
                  [&](const TopK&) { impl_->top_k.begin(source, k); },
                  [&](const TrimmedTopK& s) { impl_->trimmed.begin(impl_->unit, impl_->numel, k, s.epsilon); },
@@ -122,28 +124,46 @@ void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t see
              selector);
 }
 
-void Selection::collect(const float* values, std::size_t count, std::uint32_t offset) {
-  impl_->with_method([&](auto& selection) {
-    for (std::size_t begin = 0; begin < count; begin += kBlock)
-      selection.collect(values + begin, std::min(kBlock, count - begin), static_cast<std::uint32_t>(offset + begin));
-  });
+std::uint32_t Selection::bound() const noexcept {
+  if (impl_->numel == 0) return kNoBound;
+  return impl_->with_method([](const auto& selection) { return selection.bound(); });
 }
 
-void Selection::finish(SparseGradient& out) {
+void Selection::collect(const UnitBlock& block) {
+  impl_->with_method([&](auto& selection) { selection.collect(block); });
+}
+
+void Selection::finish(SparseGradient& out, TakenEntries& taken) {
   out.clear();
-  if (impl_->numel != 0) impl_->with_method([&](auto& selection) { selection.finish(out); });
+  taken.resize(0);
+  if (impl_->numel != 0) impl_->with_method([&](auto& selection) { selection.finish(out, taken); });
+}
+
+void Selection::abandon() noexcept {
+  impl_->with_method([](auto& selection) { selection.abandon(); });
 }
 
 std::size_t Selection::fallbacks() const noexcept { return impl_->method == 0 ? impl_->top_k.fallbacks() : 0; }
 
-void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out) {
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& selection, SparseGradient& out) {
   validate(selector);
-  Selection selection;
+  TakenEntries none;
   selection.begin(selector, unit, seed);
+  std::array<std::uint32_t, kBlock + 1> hits;
   for_each_block(unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
-    selection.collect(values, count, offset);
+    const std::uint32_t bound = selection.bound();
+    const std::size_t found = bound == kNoBound ? 0 : find_at_least(values, count, bound, hits.data());
+    selection.collect({.values = const_cast<float*>(values),  // only a pass takes entries out
+                       .count = count,
+                       .offset = offset,
+                       .hits = {hits.data(), found}});
   });
-  selection.finish(out);
+  selection.finish(out, none);
+}
+
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out) {
+  Selection scratch;
+  select(selector, unit, seed, scratch, out);
 }
 
 }  // namespace thinwire

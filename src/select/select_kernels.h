@@ -6,8 +6,8 @@
 
 namespace thinwire {
 
-/// Offsets, ascending, of the values [count] whose magnitude key is at least `bound`; count <= kBlock. Returns how many.
-/// `offsets` needs room for count + 1.
-std::size_t find_at_least(const float* values, std::size_t count, std::uint32_t bound, std::uint32_t* offsets);
+/// Positions, ascending, of the values [count] whose magnitude key is at least `bound`; count <= kBlock. Returns how many.
+/// `hits` needs room for count + 1.
+std::size_t find_at_least(const float* values, std::size_t count, std::uint32_t bound, std::uint32_t* hits);
 
 }  // namespace thinwire

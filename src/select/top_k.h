@@ -9,10 +9,10 @@ namespace thinwire {
 class TopKSelection {
  public:
   void begin(const SampleSource& source, std::size_t k);
-  void collect(const float* values, std::size_t count, std::uint32_t offset) {
-    candidates_.collect(values, count, offset);
-  }
-  void finish(SparseGradient& out);
+  std::uint32_t bound() const noexcept { return candidates_.bound(); }
+  void collect(const UnitBlock& block) { candidates_.collect(block); }
+  void finish(SparseGradient& out, TakenEntries& taken);
+  void abandon() noexcept { candidates_.abandon(); }
   std::size_t fallbacks() const noexcept { return fallbacks_; }
 
  private:
@@ -20,7 +20,7 @@ class TopKSelection {
   std::size_t k_ = 0;
   std::size_t fallbacks_ = 0;
   Candidates candidates_;
-  std::vector<std::uint32_t> keys_;
+  Sample sample_;
 };
 
 }  // namespace thinwire

@@ -28,22 +28,22 @@ void TrimmedTopKSelection::begin(UnitView unit, std::size_t numel, std::size_t k
   max_ = 0;
 }
 
-void TrimmedTopKSelection::collect(const float* values, std::size_t count, std::uint32_t) {
-  sum_ += block_sum(count, [values](std::size_t i) { return double{std::fabs(values[i])}; });
-  for (std::size_t i = 0; i < count; ++i) max_ = std::max(max_, magnitude_key(values[i]));
+void TrimmedTopKSelection::collect(const UnitBlock& block) {
+  const float* const values = block.values;
+  sum_ += block_sum(block.count, [values](std::size_t i) { return double{std::fabs(values[i])}; });
+  for (std::size_t i = 0; i < block.count; ++i) max_ = std::max(max_, magnitude_key(values[i]));
 }
 
-void TrimmedTopKSelection::finish(SparseGradient& out) {
+void TrimmedTopKSelection::finish(SparseGradient& out, TakenEntries& taken) {
   const double mean = sum_ / static_cast<double>(numel_);
   const double max = magnitude_of_key(max_);
   for (int trim = 1;; ++trim) {
     const double ratio = 1.0 - trim * epsilon_;
-    const std::uint32_t bound = ratio < 0 ? 1 : key_above(mean + ratio * (max - mean));
-    candidates_.begin(k_, bound);
+    candidates_.begin(k_, ratio < 0 ? 1 : key_above(mean + ratio * (max - mean)));
     candidates_.collect(unit_);
-    if (candidates_.found() >= k_ || bound <= 1) break;
+    if (candidates_.complete()) break;
   }
-  candidates_.take(out);
+  candidates_.finish(out, taken);
 }
 
 }  // namespace thinwire

@@ -8,8 +8,10 @@ namespace thinwire {
 class TrimmedTopKSelection {
  public:
   void begin(UnitView unit, std::size_t numel, std::size_t k, double epsilon);
-  void collect(const float* values, std::size_t count, std::uint32_t offset);
-  void finish(SparseGradient& out);
+  static std::uint32_t bound() noexcept { return kNoBound; }
+  void collect(const UnitBlock& block);
+  void finish(SparseGradient& out, TakenEntries& taken);
+  static void abandon() noexcept {}
 
  private:
   UnitView unit_;
