@@ -302,7 +302,7 @@ TEST_F(Crafted, HalfValues) {
     EXPECT_TRUE(refuses(f16, kSection + reference::kExponentAt, std::uint64_t(exponent), 1)) << exponent;
 }
 
-// Half of what the checks of a payload cost is its checksum: a header that was read already vouches for it.
+// The checksum is taken once: a header that was read already vouches for it, and for nothing else.
 TEST_F(Crafted, AHeaderThatWasReadStandsForTheChecksum) {
   Bytes bytes = good(sparse);
   const PayloadHeader header = read_header(bytes);

@@ -2,25 +2,18 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "cases.h"
 #include "reference/murmur3.h"
 #include "reference/wire.h"
 #include "thinwire/codec.h"
 
 namespace thinwire::test {
-
-inline constexpr std::array<Codec, 6> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
-                                                  {IndexCoding::raw_u32, ValueCoding::bf16},
-                                                  {IndexCoding::raw_u32, ValueCoding::f16},
-                                                  {IndexCoding::elias_fano, ValueCoding::f32},
-                                                  {IndexCoding::elias_fano, ValueCoding::bf16},
-                                                  {IndexCoding::elias_fano, ValueCoding::f16}}};
 
 /// The memory that a section's spans point into.
 struct OwnedSection {
