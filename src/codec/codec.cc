@@ -137,7 +137,7 @@ void read_section(std::span<const std::byte> bytes, std::size_t numel, std::size
   const std::size_t count = get<std::uint32_t>(bytes, at + wire::kCount);
   const auto hash_seed = get<std::uint32_t>(bytes, at + wire::kHashSeed);
   const auto low_bits = get<std::uint8_t>(bytes, at + wire::kLowBits);
-  const int exponent = get<std::int8_t>(bytes, at + wire::kExponent);
+  const auto exponent = get<std::int8_t>(bytes, at + wire::kExponent);
   const bool sparse = kind == wire::kSparse;
   const bool elias_fano = codec.indices == IndexCoding::elias_fano;
   check(kind <= wire::kSparse, at + wire::kKind, "unknown kind of section");
@@ -231,10 +231,13 @@ std::string to_string(const Codec& codec) {
 
 std::size_t payload_bound(const Codec& codec, std::size_t slices, std::span<const SectionShape> sections) noexcept {
   std::size_t bytes = kHeaderBytes + bitmap_bytes(slices);
-  for (const SectionShape& shape : sections)
-    bytes += wire::kSectionHeader + (shape.dense ? 4 * shape.capacity
-                                                 : index_bytes(codec.indices, shape.extent, shape.capacity) +
-                                                       value_bytes(codec.values, shape.capacity));
+  for (const SectionShape& shape : sections) {
+    bytes += wire::kSectionHeader + value_bytes(shape.dense ? ValueCoding::f32 : codec.values, shape.capacity);
+    if (shape.dense) continue;
+    const bool ascending = codec.indices == IndexCoding::elias_fano;  // so there are at most `extent`
+    bytes +=
+        index_bytes(codec.indices, shape.extent, ascending ? std::min(shape.capacity, shape.extent) : shape.capacity);
+  }
   return (bytes + 7) / 8 * 8;
 }
 
