@@ -161,7 +161,7 @@ void bind_small_options(nb::module_& m) {
   nb::class_<Codec>(m, "Codec", R"(How entries are written.
 
 indices: "raw_u32", or "elias_fano" for about 1.5 bytes an index instead of 4 (not with layout "a" of HashedSlots).
-values: "f32", or "bf16" or "f16"; what rounding takes away stays in the residual. f16 has a scale for each parameter, so
+values: "f32", or "bf16" or "f16"; what rounding takes away stays in the residual. f16 has a scale for each unit, so
 that it neither overflows nor loses small tensors.)")
       .def(
           "__init__",

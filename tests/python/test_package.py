@@ -147,7 +147,9 @@ def as_threads(communicators: list, rank_function) -> list:
     return results
 
 
-@pytest.mark.parametrize("codec", [Codec(), Codec("elias_fano", "bf16"), Codec("elias_fano", "f16")], ids=lambda c: f"{c.indices}_{c.values}")
+@pytest.mark.parametrize(
+    "codec", [Codec(), Codec("elias_fano", "bf16"), Codec("elias_fano", "f16")], ids=lambda c: f"{c.indices}_{c.values}"
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_reducer_on_threads(dtype: str, codec: Codec) -> None:
     n, steps = 5000, 6
