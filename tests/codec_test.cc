@@ -196,7 +196,8 @@ TEST(Codec, EliasFanoFitsTheBoundOfEveryCapacity) {
     for (std::uint32_t count = 0; count <= extent; ++count) {
       std::vector<std::uint32_t> indices(count);
       for (std::uint32_t i = 0; i < count; ++i) indices[i] = extent - count + i;
-      const Section section = SparseSection{0, extent, false, 0, indices, std::vector<float>(count, 1.0f)};
+      const std::vector<float> values(count, 1.0f);
+      const Section section = SparseSection{0, extent, false, 0, indices, values};
       std::vector<std::byte> out(4096);
       PayloadHeader header;
       largest = std::max(largest, encode(codec, header, {}, {&section, 1}, out));
