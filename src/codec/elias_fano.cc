@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "codec/bytes.h"
 
@@ -42,21 +43,25 @@ void elias_fano_encode(std::span<const std::uint32_t> indices, std::uint32_t beg
                        std::span<std::byte> out) noexcept {
   const unsigned low_bits = elias_fano_low_bits(extent, indices.size());
   const std::size_t total = high_bits(extent, indices.size(), low_bits);
-  std::size_t base = 0;         // first bit of the unary part that is not written yet
-  std::uint64_t high_word = 0;  // the bits from there on
+  std::byte* high_at = out.data();  // the word of the unary part that is being filled
+  std::size_t high_end = 64;        // the first bit behind it
+  std::uint64_t high_word = 0;
+  const auto flush_high = [&](std::size_t bit) {
+    for (; bit >= high_end; high_end += 64, high_at += 8, high_word = 0) std::memcpy(high_at, &high_word, 8);
+  };
   const auto add_high = [&](std::uint32_t index, std::size_t j) {
     const std::size_t bit = (index >> low_bits) + j;
-    for (; bit - base >= 64; base += 64, high_word = 0) put(out, base / 8, high_word);
+    flush_high(bit);
     high_word |= std::uint64_t{1} << bit % 64;
   };
-  std::size_t low_at = total / 64 * 8;  // the low bits begin in the word in which the unary part ends
+  std::byte* low_at = out.data() + total / 64 * 8;  // the low bits begin in the word in which the unary part ends
   unsigned filled = total % 64;
   std::uint64_t low_word = 0;
   const auto add_low = [&](std::uint64_t bits, unsigned width) {
     low_word |= bits << filled;
     filled += width;
     if (filled < 64) return;
-    put(out, low_at, low_word);
+    std::memcpy(low_at, &low_word, 8);
     low_at += 8;
     filled -= 64;
     low_word = bits >> (width - filled);
@@ -74,11 +79,14 @@ void elias_fano_encode(std::span<const std::uint32_t> indices, std::uint32_t beg
     add_high(indices[j] - begin, j);
     add_low((indices[j] - begin) & mask, low_bits);
   }
-  for (; filled > 0; filled -= std::min(filled, 32u), low_at += 4, low_word >>= 32)
-    put(out, low_at, static_cast<std::uint32_t>(low_word));
-  for (; total - base >= 64; base += 64, high_word = 0) put(out, base / 8, high_word);
-  for (std::size_t at = base / 8; high_word != 0; at += 4, high_word >>= 32)
-    put(out, at, get<std::uint32_t>(out, at) | static_cast<std::uint32_t>(high_word));
+  for (; filled > 0; filled -= std::min(filled, 32u), low_at += 4, low_word >>= 32) std::memcpy(low_at, &low_word, 4);
+  flush_high(total);
+  for (; high_word != 0; high_at += 4, high_word >>= 32) {
+    std::uint32_t both;
+    std::memcpy(&both, high_at, 4);
+    both |= static_cast<std::uint32_t>(high_word);
+    std::memcpy(high_at, &both, 4);
+  }
 }
 
 void elias_fano_decode(std::span<const std::byte> in, std::size_t position, std::uint32_t begin, std::uint32_t extent,
