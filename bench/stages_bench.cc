@@ -1,6 +1,6 @@
 // How long each stage of a gradient's path takes on this machine, on one core.
 //
-// Axes: elements, density, selector, ranks. Gradients are Laplace-distributed (heavier tails than normal, as gradients
+// Axes: elements, density, selector, codec, ranks. Gradients are Laplace-distributed (heavier tails than normal, as gradients
 // are). Every benchmark checks one result of its stage before it is timed and stops with an error if that is wrong.
 // bytes_per_second counts the memory that the stage has to pass over, so that it compares to the memory's bandwidth.
 #include <benchmark/benchmark.h>
@@ -49,6 +49,12 @@ Selector selector_of(std::int64_t kind, double density) {
       return HashedSlots{density, HashedSlots::Layout::b};
   }
 }
+
+// The value coding in the last digit, the index coding before it.
+Codec codec_of(std::int64_t codec) {
+  return {static_cast<IndexCoding>(codec / 10), static_cast<ValueCoding>(codec % 10)};
+}
+const std::vector<std::int64_t> kCodecs = {0, 1, 2, 10, 11, 12};
 
 // One parameter that fills its bucket, with its residual. Its gradients differ from step to step: windows of one longer
 // array, so that making them costs nothing.
@@ -157,23 +163,38 @@ BENCHMARK(accumulate_select_settle)
     ->ArgNames({"numel", "ppm", "selector"})
     ->ArgsProduct({{1 << 20, 1 << 24}, {1000, 10'000}, {0, 1, 2, 3}});
 
+void set_entries(benchmark::State& state, std::size_t entries_per_iteration) {
+  using benchmark::Counter;
+  state.counters["per_entry"] =
+      Counter(static_cast<double>(entries_per_iteration), Counter::kIsIterationInvariantRate | Counter::kInvert);
+}
+
 // A payload of one sparse section, with the entries it was made of.
 struct Encoded {
-  Encoded(std::size_t numel, double density, unsigned seed) {
+  Encoded(std::size_t numel, double density, unsigned seed, const Codec& with = {}) : codec(with) {
     const std::vector<float> values = laplace(numel, seed);
     const UnitSegment segment{values.data(), numel, 0};
     thinwire::select(TopK{density}, {&segment, 1}, 0, selected);
-    const SectionShape shape{false, selected.nnz()};
-    bytes.resize(payload_bound({}, 1, {&shape, 1}) / sizeof(std::uint64_t));
+    round_values(codec.values, selected.values);
+    const SectionShape shape{false, selected.nnz(), numel};
+    bytes.resize(payload_bound(codec, 1, {&shape, 1}) / sizeof(std::uint64_t));
     header.slices = 1;
     header.block_bytes = bytes.size() * sizeof(std::uint64_t);
     section = SparseSection{0, static_cast<std::uint32_t>(numel), false, 0, selected.indices, selected.values};
     encode();
   }
   Encoded(const Encoded&) = delete;
-  void encode() { thinwire::encode({}, header, {true}, {&section, 1}, std::as_writable_bytes(std::span(bytes))); }
+  std::size_t encode() {
+    return thinwire::encode(codec, header, {true}, {&section, 1}, std::as_writable_bytes(std::span(bytes)));
+  }
   std::span<const std::byte> view() const { return std::as_bytes(std::span(bytes)); }
+  bool is_in(const Payload& payload) const {
+    const auto* read = payload.sections.empty() ? nullptr : std::get_if<SparseSection>(payload.sections.data());
+    return read != nullptr && std::ranges::equal(read->indices, selected.indices) &&
+           std::ranges::equal(read->values, selected.values);
+  }
 
+  Codec codec;
   SparseGradient selected;
   PayloadHeader header;
   Section section;
@@ -182,18 +203,52 @@ struct Encoded {
 
 void encode(benchmark::State& state) {
   const auto numel = static_cast<std::size_t>(state.range(0));
-  Encoded encoded(numel, density_of(state.range(1)), 3);
-  const Payload payload = validate(encoded.view(), numel);
-  const auto* section = payload.sections.empty() ? nullptr : std::get_if<SparseSection>(payload.sections.data());
-  if (section == nullptr || !std::ranges::equal(section->indices, encoded.selected.indices) ||
-      !std::ranges::equal(section->values, encoded.selected.values)) {
+  Encoded encoded(numel, density_of(state.range(1)), 3, codec_of(state.range(2)));
+  if (!encoded.is_in(validate(encoded.view(), numel))) {
     state.SkipWithError("the payload does not hold what was encoded");
     return;
   }
   for (auto _ : state) encoded.encode();
-  set_bytes(state, encoded.selected.nnz() * 8);
+  set_entries(state, encoded.selected.nnz());
+  state.counters["bits_per_entry"] =
+      static_cast<double>(8 * encoded.encode()) / static_cast<double>(encoded.selected.nnz());
+  state.SetLabel(to_string(encoded.codec));
 }
-BENCHMARK(encode)->ArgNames({"numel", "ppm"})->ArgsProduct({{1 << 20, 1 << 24}, {1000, 10'000}});
+BENCHMARK(encode)->ArgNames({"numel", "ppm", "codec"})->ArgsProduct({{1 << 20, 1 << 24}, {1000, 10'000}, kCodecs});
+
+// What rounding costs before that.
+void round_values(benchmark::State& state) {
+  const Codec codec = codec_of(state.range(0));
+  std::vector<float> values = laplace(1 << 17, 4);
+  for (auto _ : state) {
+    round_values(codec.values, values);
+    benchmark::ClobberMemory();
+  }
+  set_entries(state, values.size());
+  state.SetLabel(to_string(codec));
+}
+BENCHMARK(round_values)->ArgNames({"codec"})->ArgsProduct({{1, 2}});
+
+// Checksum, checks and decode_add of one payload, into one tile that stays in the cache.
+void decode(benchmark::State& state) {
+  constexpr std::size_t kTile = 1 << 16;
+  const auto numel = static_cast<std::size_t>(state.range(0));
+  const Encoded encoded(numel, density_of(state.range(1)), 3, codec_of(state.range(2)));
+  if (!encoded.is_in(validate(encoded.view(), numel))) {
+    state.SkipWithError("the payload does not hold what was encoded");
+    return;
+  }
+  std::vector<float> tile(kTile);
+  for (auto _ : state) {
+    const Payload payload = validate(encoded.view(), numel);
+    DecodeCursor cursor;
+    for (std::size_t first = 0; first < numel; first += kTile)
+      decode_add(payload, static_cast<std::uint32_t>(first), tile, cursor);
+  }
+  set_entries(state, encoded.selected.nnz());
+  state.SetLabel(to_string(encoded.codec));
+}
+BENCHMARK(decode)->ArgNames({"numel", "ppm", "codec"})->ArgsProduct({{1 << 20, 1 << 24}, {1000, 10'000}, kCodecs});
 
 // What a rank does with the payloads of all ranks.
 void validate_decode_mean(benchmark::State& state) {

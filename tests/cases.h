@@ -1,4 +1,4 @@
-// The one list of cases: sizes, distributions, densities, selectors, ranks, and every SIMD target of this machine.
+// The one list of cases: sizes, distributions, densities, selectors, codecs, ranks, and every SIMD target of this machine.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/simd_target.h"
+#include "thinwire/codec.h"
 #include "thinwire/select.h"
 
 namespace thinwire::test {
@@ -92,6 +93,19 @@ inline std::vector<float> dyadic_values(std::size_t numel, std::uint32_t seed, f
 inline std::vector<Selector> selectors(double density) {
   return {TopK{density}, TrimmedTopK{density, 0.2}, HashedSlots{density, HashedSlots::Layout::a, 0.01},
           HashedSlots{density, HashedSlots::Layout::b, 0.01}};
+}
+inline constexpr std::array<Codec, 6> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
+                                                  {IndexCoding::raw_u32, ValueCoding::bf16},
+                                                  {IndexCoding::raw_u32, ValueCoding::f16},
+                                                  {IndexCoding::elias_fano, ValueCoding::f32},
+                                                  {IndexCoding::elias_fano, ValueCoding::bf16},
+                                                  {IndexCoding::elias_fano, ValueCoding::f16}}};
+
+/// Those that a selector's order of entries allows.
+inline std::vector<Codec> codecs_for(const Selector& selector) {
+  const auto* hashed = std::get_if<HashedSlots>(&selector);
+  const bool ascending = hashed == nullptr || hashed->layout != HashedSlots::Layout::a;
+  return {kCodecs.begin(), ascending ? kCodecs.end() : kCodecs.begin() + 3};
 }
 inline bool is_exact(const Selector& selector) { return !std::holds_alternative<HashedSlots>(selector); }
 

@@ -18,7 +18,8 @@ constexpr std::uint32_t kGap = 5;    // between its two segments
 /// Two parameters that form one unit, with a gap between them, as a reducer drives them through the stages.
 class Path {
  public:
-  Path(std::size_t numel, const MomentumRule& rule, const Selector& selector) : selector_(selector) {
+  Path(std::size_t numel, const MomentumRule& rule, const Selector& selector, const Codec& codec = {})
+      : selector_(selector), codec_(codec) {
     const std::size_t head = numel / 3;
     residual_.add({"head", head}, rule);
     residual_.add({"tail", numel - head}, rule);
@@ -48,13 +49,14 @@ class Path {
     TakenEntries taken;
     accumulate_and_select(selector_, unit_, buffer.view(), seed, masking, selection, sent, taken);
     const auto extent = static_cast<std::uint32_t>(bucket_numel_ - kFirst);
+    round_values(codec_.values, sent.values);
     const std::vector<Section> sections = {
         SparseSection{kFirst, extent, sent.hashed_order, sent.hash_seed, sent.indices, sent.values}};
-    const SectionShape shape{false, capacity(selector_, v().size())};
-    std::vector<std::byte> payload(payload_bound({}, 2, {&shape, 1}));
+    const SectionShape shape{false, capacity(selector_, v().size()), extent};
+    std::vector<std::byte> payload(payload_bound(codec_, 2, {&shape, 1}));
     PayloadHeader header;
     header.slices = 2;
-    payload.resize(encode({}, header, {true, true}, sections, payload));
+    payload.resize(encode(codec_, header, {true, true}, sections, payload));
     residual_.settle(unit_, sent, masking, std::move(taken));
     residual_.commit();
     return payload;
@@ -65,6 +67,14 @@ class Path {
     std::vector<float> bucket(bucket_numel_, 0.0f);
     DecodeCursor cursor;
     decode_add(validate(payload, bucket_numel_), 0, bucket, cursor);
+    return gather(bucket);
+  }
+  /// 1 for each element that the payload has an entry of, whatever its value.
+  std::vector<float> entries(std::span<const std::byte> payload) const {
+    std::vector<float> bucket(bucket_numel_, 0.0f);
+    const Payload read = validate(payload, bucket_numel_);
+    for (const std::uint32_t index : std::get<SparseSection>(read.sections.at(0)).indices)
+      if (index != kEmptySlot) bucket[index] = 1.0f;
     return gather(bucket);
   }
 
@@ -80,16 +90,17 @@ class Path {
 
   Residual residual_;
   Selector selector_;
+  Codec codec_;
   std::vector<Residual::Segment> unit_;
   std::size_t bucket_numel_ = 0;
 };
 
 /// v' + s == a for every element, where a is the accumulated value; what was not sent is a itself.
 ::testing::AssertionResult conserved(const reference::ResidualState& accumulated, const Path& path,
-                                     std::span<const float> sent, bool masking) {
-  const std::vector<float> v = path.v(), u = path.u();
+                                     std::span<const std::byte> payload, bool masking) {
+  const std::vector<float> v = path.v(), u = path.u(), sent = path.decode(payload), entries = path.entries(payload);
   for (std::size_t i = 0; i < v.size(); ++i) {
-    const bool was_sent = sent[i] != 0;
+    const bool was_sent = entries[i] != 0;
     if (was_sent && bits_of(reference::add(v[i], sent[i])) != bits_of(accumulated.v[i]))
       return ::testing::AssertionFailure()
              << "element " << i << ": " << v[i] << " + " << sent[i] << " != " << accumulated.v[i];
@@ -106,9 +117,9 @@ class Path {
 
 /// Everything that the steps of one case leave: payloads, v and u, as bytes.
 std::vector<std::byte> run(const Case& c, const std::vector<std::vector<float>>& gradients, const Selector& selector,
-                           const MomentumRule& rule) {
+                           const MomentumRule& rule, const Codec& codec = {}) {
   const bool masking = rule.momentum > 0;
-  Path path(c.numel, rule, selector);
+  Path path(c.numel, rule, selector, codec);
   std::vector<std::byte> trace;
   const auto append = [&trace](const auto& values) {
     const auto bytes = std::as_bytes(std::span(values));
@@ -120,8 +131,8 @@ std::vector<std::byte> run(const Case& c, const std::vector<std::vector<float>>&
     accumulated.u = path.u();
     reference::accumulate(accumulated, rule, gradients[step]);
     const std::vector<std::byte> payload = path.step(gradients[step], c.seed + step, masking);
-    EXPECT_TRUE(conserved(accumulated, path, path.decode(payload), masking))
-        << to_string(selector) << " on " << c << ", step " << step;
+    EXPECT_TRUE(conserved(accumulated, path, payload, masking))
+        << to_string(selector) << ", " << to_string(codec) << " on " << c << ", step " << step;
     append(payload);
     append(path.v());
     append(path.u());
@@ -149,10 +160,30 @@ TEST(Conservation, HoldsToTheBitAndIsTheSameOnEveryTarget) {
   }
 }
 
+// What rounding takes from a value stays in the residual, to the bit.
+TEST(Conservation, HoldsForEveryCodecAndIsTheSameOnEveryTarget) {
+  for (const Case& c : small_cases()) {
+    const auto gradients = gradients_of(c);
+    for (const double density : {0.01, 1.0})
+      for (const Selector& selector : selectors(density))
+        for (const Codec& codec : codecs_for(selector)) {
+          std::optional<std::vector<std::byte>> first;
+          on_every_target([&] {
+            const std::vector<std::byte> trace = run(c, gradients, selector, {0.9f, false, true}, codec);
+            if (!first) first = trace;
+            ASSERT_EQ(trace, *first) << to_string(selector) << ", " << to_string(codec) << " on " << c;
+          });
+        }
+  }
+}
+
 TEST(Conservation, HoldsOnLargeUnits) {
   for (const Case& c : large_cases()) {
     const auto gradients = gradients_of(c);
-    for (const Selector& selector : selectors(0.001)) run(c, gradients, selector, {0.9f, true, true});
+    for (const Selector& selector : selectors(0.001)) {
+      run(c, gradients, selector, {0.9f, true, true});
+      run(c, gradients, selector, {0.9f, true, true}, codecs_for(selector).back());
+    }
   }
 }
 

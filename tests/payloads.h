@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cases.h"
 #include "reference/murmur3.h"
 #include "reference/wire.h"
 #include "thinwire/codec.h"
@@ -31,7 +32,9 @@ struct Example {
   PayloadHeader header;
   std::vector<bool> has_gradient;
   std::vector<OwnedSection> owned;
+  Codec codec = {};
 
+  reference::Bytes bytes() const { return reference::payload(header, has_gradient, sections(), codec); }
   std::vector<Section> sections() const {
     std::vector<Section> out;
     for (const OwnedSection& s : owned)
@@ -63,7 +66,7 @@ inline OwnedSection hashed_section(std::uint32_t begin, std::uint32_t extent, st
   return out;
 }
 
-/// Each has a file of its name in tests/golden.
+/// Each has a file of its name in tests/golden. Values are such as their coding can hold.
 inline std::vector<Example> examples() {
   const PayloadHeader header{0, 0x1122334455667788u, 3, 2, 0xA1A2A3A4A5A6A7A8u, 0xB1B2B3B4B5B6B7B8u, 256, std::nullopt};
   PayloadHeader relayout = header, failed = header, overflow = header, many = header;
@@ -87,11 +90,40 @@ inline std::vector<Example> examples() {
        {dense_section(0, {0.25f, 0.0f}), dense_section(10, {7.0f}), sparse_section(2, 8, {}, {}),
         sparse_section(11, 9, {12}, {4.0f}), hashed_section(20, 20, 9, 4, {21, 30, 38})}},
       {"many_slices", 40, many, bits, {sparse_section(0, 40, {0}, {1.0f})}},
+      {"elias_fano",
+       2000,
+       header,
+       {true, true},
+       {dense_section(1, {0.5f}), sparse_section(2, 8, {}, {}),
+        sparse_section(10, 100, {10, 11, 39, 40, 41, 70, 109}, {1e-40f, 2.0f, -3.0f, 4.0f, 5.5f, 6.0f, 7.0f}),
+        sparse_section(110, 3, {110, 111, 112}, {1.0f, 2.0f, 3.0f}), sparse_section(1000, 1000, {1999}, {-0.1f})},
+       {IndexCoding::elias_fano, ValueCoding::f32}},
+      {"bf16",
+       40,
+       header,
+       {true, true},
+       {dense_section(1, {0.1f}), sparse_section(2, 18, {3, 5, 9}, {1.0078125f, -0x1.fep127f, 0x1p-133f}),
+        hashed_section(20, 20, 9, 6, {21, 30, 38})},
+       {IndexCoding::raw_u32, ValueCoding::bf16}},
+      {"f16",
+       60,
+       header,
+       {true, true},
+       {sparse_section(2, 18, {3, 5, 9}, {70016.0f, -1.0f, 0x1p-22f}), sparse_section(20, 4, {20}, {0x1.8p-148f}),
+        sparse_section(24, 8, {25, 31}, {-0x1.ffcp127f, 0x1p89f}), hashed_section(40, 20, 9, 6, {41, 50, 58})},
+       {IndexCoding::raw_u32, ValueCoding::f16}},
+      {"elias_fano_f16",
+       300,
+       header,
+       {true, true},
+       {sparse_section(4, 256, {5, 69, 200}, {1.5f, -2.25f, 1024.0f})},
+       {IndexCoding::elias_fano, ValueCoding::f16}},
   };
 }
 
-/// Up to three dense sections, then up to three sparse ones, some of them hashed, with gaps between them.
-inline Example random_example(std::uint32_t seed) {
+/// Up to three dense sections, then up to three sparse ones, with gaps between them; where the codec allows it some are
+/// hashed. Values are such as it can hold.
+inline Example random_example(std::uint32_t seed, const Codec& codec = {}) {
   std::mt19937 random(seed);
   const auto below = [&](std::uint32_t n) { return std::uint32_t(random() % n); };
   Example example;
@@ -114,12 +146,14 @@ inline Example random_example(std::uint32_t seed) {
         indices.push_back(index);
         values.push_back(float(below(2000)) - 1000.5f);
       }
-    if (below(2) == 0)
+    if (below(2) == 0 || codec.indices == IndexCoding::elias_fano)
       example.owned.push_back(sparse_section(at, extent, indices, values));
     else
       example.owned.push_back(hashed_section(at, extent, random(), 1 + below(60), indices));
+    example.owned.back().values = reference::received(codec.values, example.owned.back().values);
     at += extent + below(3);
   }
+  example.codec = codec;
   example.numel = at + below(4) + 1;
   example.header = {0, random(), below(100), slices, random(), random(), random(), std::nullopt};
   if (below(2) == 0) example.header.non_finite = below(std::uint32_t(example.numel));

@@ -80,6 +80,17 @@ TEST(ReducerConservation, HoldsForEverySelectorAndNumberOfRanks) {
     for (const Selector& selector : selectors(0.01)) run(options_with(selector), ranks);
 }
 
+// Rounded values are multiples of 2^-10 too, and a power of two divides their sum exactly.
+TEST(ReducerConservation, HoldsForEveryCodec) {
+  for (const int ranks : {2, 8})
+    for (const Selector& selector : selectors(0.01))
+      for (const Codec& codec : codecs_for(selector)) {
+        ReducerOptions options = options_with(selector);
+        options.codec = codec;
+        run(options, ranks);
+      }
+}
+
 TEST(ReducerConservation, HoldsForUnitsOfWholeBucketsAndWarmUp) {
   for (const int ranks : {3, 5})
     for (const Selector& selector : selectors(0.01)) {

@@ -109,6 +109,17 @@ TEST(ReducerOracle, EverySelectorOnEveryNumberOfRanks) {
       }
 }
 
+TEST(ReducerOracle, EveryCodec) {
+  for (const int ranks : {2, 3, 5})
+    for (const Selector& selector : selectors(0.02))
+      for (const Codec& codec : codecs_for(selector)) {
+        Scenario scenario{options_with(selector), ranks};
+        scenario.options.codec = codec;
+        scenario.options.momentum = 0.9f;
+        check(scenario);
+      }
+}
+
 // The biases compete too; the smallest parameters leave gaps in the unit.
 TEST(ReducerOracle, UnitsOfWholeBuckets) {
   for (const int ranks : {2, 3, 5})

@@ -59,6 +59,12 @@ TEST(Options, BadOnesAreRefusedByName) {
   refuses([](auto& o) { o.nesterov = true; }, {"nesterov"});
   refuses(
       [](auto& o) {
+        o.selector = HashedSlots{0.01, HashedSlots::Layout::a};
+        o.codec.indices = IndexCoding::elias_fano;
+      },
+      {"elias_fano", "layout a"});
+  refuses(
+      [](auto& o) {
         o.error_feedback = false;
         o.momentum = 0.5f;
       },

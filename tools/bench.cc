@@ -214,13 +214,15 @@ class Coding : public Trial {
     const UnitSegment unit{values.data(), values.size(), 0};
     select(TopK{density}, {&unit, 1}, 0, sent_);
     entries = sent_.nnz();
+    round_values(codec.values, sent_.values);
     header_.slices = 1;
-    const SectionShape shape{.dense = false, .capacity = entries};
+    const SectionShape shape{.dense = false, .capacity = entries, .extent = static_cast<std::uint32_t>(values.size())};
     payload_.resize(payload_bound(codec_, 1, {&shape, 1}));
     bytes = encode_once();
     bits_per_entry = 8.0 * static_cast<double>(bytes) / static_cast<double>(entries);
   }
   bool verify() override {
+    std::ranges::fill(sum_, 0.0f);
     encode_once();
     decode_once();
     std::vector<float> expected(numel_);
@@ -263,7 +265,13 @@ class Decode : public Coding {
 };
 
 const std::vector<std::pair<std::string, Codec>>& codecs() {
-  static const std::vector<std::pair<std::string, Codec>> list = {{"raw_u32 x f32", {}}};
+  static const std::vector<std::pair<std::string, Codec>> list = [] {
+    std::vector<std::pair<std::string, Codec>> all;
+    for (const IndexCoding indices : {IndexCoding::raw_u32, IndexCoding::elias_fano})
+      for (const ValueCoding values : {ValueCoding::f32, ValueCoding::bf16, ValueCoding::f16})
+        all.emplace_back(to_string(Codec{indices, values}), Codec{indices, values});
+    return all;
+  }();
   return list;
 }
 
@@ -281,7 +289,7 @@ class Bench {
       json_.open(options.json);
       if (!json_) throw Error(ErrorCode::invalid_argument, "'" + options.json + "' cannot be written");
     }
-    std::printf("%-12s %-15s %-10s %10s %8s %4s  %9s %9s %9s %9s %8s %8s  %s\n", "stage", "selector", "values", "numel",
+    std::printf("%-12s %-17s %-10s %10s %8s %4s  %9s %9s %9s %9s %8s %8s  %s\n", "stage", "selector", "values", "numel",
                 "density", "thr", "min ms", "p50 ms", "p99 ms", "x read", "x bare", "GB/s", "");
   }
 
@@ -388,7 +396,7 @@ class Bench {
         {"stage", cell.stage},     {"selector", cell.selector},         {"numel", cell.numel},
         {"density", cell.density}, {"distribution", cell.distribution}, {"threads", cell.threads},
         {"verified", verified}};
-    std::printf("%-12s %-15s %-10.10s %10zu %8g %4d  ", cell.stage.c_str(), cell.selector.c_str(),
+    std::printf("%-12s %-17s %-10.10s %10zu %8g %4d  ", cell.stage.c_str(), cell.selector.c_str(),
                 cell.distribution.c_str(), cell.numel, cell.density, cell.threads);
     if (!verified) {
       std::printf("WRONG RESULT\n");

@@ -33,8 +33,10 @@ constexpr Names<Unit, 2> kUnits{{{"parameter", Unit::parameter}, {"bucket", Unit
 constexpr Names<HashedSlots::Layout, 2> kLayouts{{{"a", HashedSlots::Layout::a}, {"b", HashedSlots::Layout::b}}};
 constexpr Names<SparseAllReduce, 2> kKinds{
     {{"all_gather", SparseAllReduce::all_gather}, {"dense", SparseAllReduce::dense}}};
-constexpr Names<IndexCoding, 1> kIndexCodings{{{"raw_u32", IndexCoding::raw_u32}}};
-constexpr Names<ValueCoding, 1> kValueCodings{{{"f32", ValueCoding::f32}}};
+constexpr Names<IndexCoding, 2> kIndexCodings{
+    {{"raw_u32", IndexCoding::raw_u32}, {"elias_fano", IndexCoding::elias_fano}}};
+constexpr Names<ValueCoding, 3> kValueCodings{
+    {{"f32", ValueCoding::f32}, {"bf16", ValueCoding::bf16}, {"f16", ValueCoding::f16}}};
 
 template <class E, std::size_t N>
 std::string name_of(const Names<E, N>& names, E value) {
@@ -156,17 +158,25 @@ sample_fraction: share of a unit that is sampled for the threshold, in (0, 1].)"
 }
 
 void bind_small_options(nb::module_& m) {
-  nb::class_<Codec>(m, "Codec", "How entries are written: coding of the indices and of the values.")
+  nb::class_<Codec>(m, "Codec", R"(How entries are written.
+
+indices: "raw_u32", or "elias_fano" for about 1.5 bytes an index instead of 4 (not with layout "a" of HashedSlots).
+values: "f32", or "bf16" or "f16"; what rounding takes away stays in the residual. f16 has a scale for each unit, so
+that it neither overflows nor loses small tensors.)")
       .def(
           "__init__",
           [](Codec* self, const std::string& indices, const std::string& values) {
             new (self) Codec{parse(kIndexCodings, "indices", indices), parse(kValueCodings, "values", values)};
           },
           "indices"_a = "raw_u32", "values"_a = "f32",
-          nb::sig("def __init__(self, indices: typing.Literal['raw_u32'] = 'raw_u32', "
-                  "values: typing.Literal['f32'] = 'f32') -> None"))
-      .def_prop_ro("indices", [](const Codec& c) { return name_of(kIndexCodings, c.indices); })
-      .def_prop_ro("values", [](const Codec& c) { return name_of(kValueCodings, c.values); })
+          nb::sig("def __init__(self, indices: typing.Literal['raw_u32', 'elias_fano'] = 'raw_u32', "
+                  "values: typing.Literal['f32', 'bf16', 'f16'] = 'f32') -> None"))
+      .def_prop_ro(
+          "indices", [](const Codec& c) { return name_of(kIndexCodings, c.indices); },
+          nb::for_getter(nb::sig("def indices(self) -> typing.Literal['raw_u32', 'elias_fano']")))
+      .def_prop_ro(
+          "values", [](const Codec& c) { return name_of(kValueCodings, c.values); },
+          nb::for_getter(nb::sig("def values(self) -> typing.Literal['f32', 'bf16', 'f16']")))
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__",
            [](const Codec& c) {
@@ -306,7 +316,7 @@ Values are checked together, when a reducer is made.)")
           nb::for_getter(nb::sig("def unit(self) -> typing.Literal['parameter', 'bucket']")),
           nb::for_setter(nb::sig("def unit(self, unit: typing.Literal['parameter', 'bucket'], /) -> None")),
           "What one selection covers: each parameter, or all sparse parameters of a bucket.")
-      .def_rw("codec", &ReducerOptions::codec)
+      .def_rw("codec", &ReducerOptions::codec, "How entries are written.")
       .def_prop_rw(
           "all_reduce", [](const ReducerOptions& o) { return name_of(kKinds, o.all_reduce); },
           [](ReducerOptions& o, const std::string& kind) { o.all_reduce = parse(kKinds, "all_reduce", kind); },

@@ -1,9 +1,10 @@
 // thinwire, stage 3: codecs. Selected entries become a self-describing payload and come back out of it.
-// Byte by byte: docs/wire_format.md. Order of use: payload_bound -> encode -> validate -> decode_add.
+// Byte by byte: docs/wire_format.md. Order of use: payload_bound -> round_values -> encode -> validate -> decode_add.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,8 +15,15 @@
 
 namespace thinwire {
 
-enum class IndexCoding : std::uint8_t { raw_u32 };
-enum class ValueCoding : std::uint8_t { f32 };
+enum class IndexCoding : std::uint8_t {
+  raw_u32,
+  elias_fano,  ///< ascending indices only; within 7 % of entropy at densities up to 1 % of uniform support
+};
+enum class ValueCoding : std::uint8_t {
+  f32,
+  bf16,  ///< saturates: a finite value never becomes infinite
+  f16,   ///< times a power of two per section, which its largest magnitude sets: it neither overflows nor vanishes
+};
 
 struct Codec {
   IndexCoding indices = IndexCoding::raw_u32;
@@ -23,7 +31,7 @@ struct Codec {
   friend bool operator==(const Codec&, const Codec&) = default;
 };
 
-/// "raw_u32 x f32".
+/// "elias_fano x bf16".
 std::string to_string(const Codec& codec);
 
 inline constexpr std::size_t kHeaderBytes = 64;
@@ -65,30 +73,42 @@ using Section = std::variant<DenseSection, SparseSection>;
 struct SectionShape {
   bool dense = false;
   std::size_t capacity = 0;  ///< most entries of a sparse section, elements of a dense one
+  std::size_t extent = 0;    ///< of a sparse section
 };
 
-/// Bytes that a payload with these sections never exceeds; a multiple of 8, at least kHeaderBytes.
+/// Bytes that a payload with these sections, full or not, never exceeds; a multiple of 8, at least kHeaderBytes.
 std::size_t payload_bound(const Codec& codec, std::size_t slices, std::span<const SectionShape> sections) noexcept;
 
+/// values <- what receivers will decode, for the values of one sparse section: rounded to nearest, ties to even. Finite
+/// values stay finite, and value - rounded is exact in f32, so that nothing gets lost between residual and receivers.
+/// Doing it twice changes nothing. One or two passes over the values, no scratch.
+void round_values(ValueCoding coding, std::span<float> values) noexcept;
+
 /// Writes header, gradient bits and sections to `out` and returns the bytes used. `has_gradient` [header.slices].
-/// Deterministic; the unused rest of `out` is zeroed. Errors: invalid_argument if `out` is too small.
+/// Of values that went through `round_values` nothing is lost; others are rounded here, dense ones never.
+/// Deterministic; the unused rest of `out` is zeroed. Errors: invalid_argument if `out` is too small, or for elias_fano
+/// with a section in hashed order.
 std::size_t encode(const Codec& codec, const PayloadHeader& header, const std::vector<bool>& has_gradient,
                    std::span<const Section> sections, std::span<std::byte> out);
 
-/// A payload that was found sound. Its sections point into the bytes it was read from.
+/// A payload that was found sound. Its sections point into the bytes it was read from, or into `decoded`.
 struct Payload {
   PayloadHeader header;
-  std::vector<bool> has_gradient;  ///< [header.slices]; empty if `relayout` or `failed` is set
-  std::vector<Section> sections;   ///< empty if `relayout` or `failed` is set
+  std::vector<bool> has_gradient;                    ///< [header.slices]; empty if `relayout` or `failed` is set
+  std::vector<Section> sections;                     ///< empty if `relayout` or `failed` is set
+  std::vector<std::shared_ptr<const void>> decoded;  ///< indices and values that were coded; copies share them
 };
 
-/// Reads the header alone. Errors: corrupt_payload with the position of the first offending byte.
+/// Reads the header, and takes the checksum of all that it leads. Errors: corrupt_payload with the position of the first offending byte.
 PayloadHeader read_header(std::span<const std::byte> bytes);
 
 /// Checks every byte that `decode_add` will rely on, the checksum and, for hashed order, each entry's slot; never reads
 /// past `bytes`. `numel` is the size of the bucket that the payload is for.
-/// `bytes` must be aligned to 4. Errors: corrupt_payload with the position of the first offending byte.
+/// `bytes` must be aligned to 4. Coded indices and values are decoded here, 4 bytes each.
+/// Errors: corrupt_payload with the position of the first offending byte.
 Payload validate(std::span<const std::byte> bytes, std::size_t numel);
+/// The same where `header` came from read_header(bytes): the checksum is not taken twice.
+Payload validate(const PayloadHeader& header, std::span<const std::byte> bytes, std::size_t numel);
 
 /// Adds the payload's entries of bucket offsets [first, first + sum.size()) to `sum`.
 /// `cursor` is kept by the caller between calls with ascending, adjoining ranges; start with a fresh one.

@@ -52,41 +52,41 @@ std::span<const std::byte> BlockProtocol::exchange(const Offer& offer) {
     encode({}, header, {}, {}, sent_);
     block = sent_;
   }
-  const std::vector<PayloadHeader> headers = gather(block);
-  compare(headers, offer);
+  gather(block);
+  compare(offer);
   // All need the same size now; if it is a new one, nobody has sent a payload yet.
   if (!ready) {
     agreed_[offer.header.job] = offer.block.size();
-    compare(gather(offer.block), offer);
+    gather(offer.block);
+    compare(offer);
   }
   return blocks_;
 }
 
-std::vector<PayloadHeader> BlockProtocol::gather(std::span<const std::byte> block) {
+void BlockProtocol::gather(std::span<const std::byte> block) {
   const auto ranks = static_cast<std::size_t>(communicator_.size());
   blocks_.resize(ranks * block.size());
   communicator_.all_gather(block, blocks_);
-  std::vector<PayloadHeader> headers;
+  headers_.clear();
   for (std::size_t r = 0; r < ranks; ++r) {
     try {
-      headers.push_back(read_header(std::span(blocks_).subspan(r * block.size(), block.size())));
+      headers_.push_back(read_header(std::span(blocks_).subspan(r * block.size(), block.size())));
     } catch (const Error& error) {
       throw Error(error.code(), "from " + rank_name(r) + ": " + error.what(), error.position());
     }
   }
-  return headers;
 }
 
 // Every rank sees the same headers, so every rank takes the same branch.
-void BlockProtocol::compare(const std::vector<PayloadHeader>& headers, const Offer& offer) {
-  const PayloadHeader& first = headers[0];
+void BlockProtocol::compare(const Offer& offer) {
+  const PayloadHeader& first = headers_[0];
   const auto differs = [&](auto field) {
-    return std::any_of(headers.begin(), headers.end(),
+    return std::any_of(headers_.begin(), headers_.end(),
                        [&](const PayloadHeader& h) { return h.*field != first.*field; });
   };
-  const auto failed = std::find_if(headers.begin(), headers.end(),
+  const auto failed = std::find_if(headers_.begin(), headers_.end(),
                                    [](const PayloadHeader& h) { return (h.flags & PayloadHeader::failed) != 0; });
-  if (failed != headers.end()) {
+  if (failed != headers_.end()) {
     std::string reason;
     ErrorCode code = ErrorCode::remote;
     if (offer.failure) {
@@ -100,16 +100,16 @@ void BlockProtocol::compare(const std::vector<PayloadHeader>& headers, const Off
         code = ErrorCode::system;
       }
     }
-    const auto rank = static_cast<std::size_t>(failed - headers.begin());
+    const auto rank = static_cast<std::size_t>(failed - headers_.begin());
     const std::vector<std::string> reasons = gather_texts(reason);
     throw Error(code, rank_name(rank) + " failed in " + job_name(*failed) + ": " + reasons[rank]);
   }
   if (differs(&PayloadHeader::options_hash))
     throw Error(ErrorCode::remote, describe_difference(gather_texts(*offer.options), "options or parameters"));
-  for (std::size_t r = 1; r < headers.size(); ++r)
-    if (headers[r].step != first.step || headers[r].job != first.job)
+  for (std::size_t r = 1; r < headers_.size(); ++r)
+    if (headers_[r].step != first.step || headers_[r].job != first.job)
       throw Error(ErrorCode::remote, "ranks are out of step: rank 0 is in " + job_name(first) + ", " + rank_name(r) +
-                                         " in " + job_name(headers[r]));
+                                         " in " + job_name(headers_[r]));
   if (differs(&PayloadHeader::layout_hash) || differs(&PayloadHeader::block_bytes) || differs(&PayloadHeader::slices))
     throw Error(ErrorCode::remote,
                 describe_difference(gather_texts(*offer.layout), "the slices of " + job_name(first)));

@@ -34,16 +34,19 @@ class BlockProtocol {
   /// Throws on every rank the same sentence if one has failed or means another job; the failed rank throws it with its own
   /// code, the others with `remote`.
   std::span<const std::byte> exchange(const Offer& offer);
+  /// Of the blocks that the last exchange returned, in rank order.
+  const std::vector<PayloadHeader>& headers() const noexcept { return headers_; }
 
  private:
-  std::vector<PayloadHeader> gather(std::span<const std::byte> block);
-  void compare(const std::vector<PayloadHeader>& headers, const Offer& offer);
+  void gather(std::span<const std::byte> block);
+  void compare(const Offer& offer);
   std::vector<std::string> gather_texts(const std::string& mine);
 
   Communicator& communicator_;
   std::unordered_map<std::uint32_t, std::size_t> agreed_;  // by job; a header alone if absent
   std::vector<std::byte> sent_;
   std::vector<std::byte> blocks_;
+  std::vector<PayloadHeader> headers_;
 };
 
 }  // namespace thinwire

@@ -31,7 +31,10 @@ inline constexpr std::size_t kSectionFlags = 3;  // u8
 inline constexpr std::size_t kBegin = 4;         // u32
 inline constexpr std::size_t kExtent = 8;        // u32
 inline constexpr std::size_t kCount = 12;        // u32
-inline constexpr std::size_t kHashSeed = 16;     // u32, then 12 reserved bytes
+inline constexpr std::size_t kHashSeed = 16;     // u32
+inline constexpr std::size_t kLowBits = 20;      // u8
+inline constexpr std::size_t kExponent = 21;     // i8
+inline constexpr std::size_t kReserved = 22;     // u16, u32, u32
 inline constexpr std::size_t kSectionHeader = 32;
 
 inline constexpr std::uint8_t kDense = 0;

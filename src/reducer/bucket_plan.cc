@@ -29,9 +29,9 @@ void add_sparse(BucketPlan& plan, Unit unit, const std::string& name, const Resi
 std::size_t block_bytes(const BucketPlan& plan, const ReducerOptions& options) {
   std::vector<SectionShape> shapes;
   if (plan.dense_in_payload)
-    for (const DenseRun& run : plan.dense_runs) shapes.push_back({.dense = true, .capacity = run.numel});
+    for (const DenseRun& run : plan.dense_runs) shapes.push_back({.dense = true, .capacity = run.numel, .extent = 0});
   for (const UnitPlan& unit : plan.units)
-    shapes.push_back({.dense = false, .capacity = capacity(options.selector, unit.numel)});
+    shapes.push_back({.dense = false, .capacity = capacity(options.selector, unit.numel), .extent = unit.extent});
   return payload_bound(options.codec, plan.segments.size(), shapes);
 }
 

@@ -153,7 +153,8 @@ std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
     }
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
     const UnitPlan& unit = job.plan.units[i];
-    const SparseGradient& sent = job.selected[i];
+    SparseGradient& sent = job.selected[i];
+    round_values(options.codec.values, sent.values);
     sections.emplace_back(SparseSection{.begin = unit.begin,
                                         .extent = unit.extent,
                                         .hashed_order = sent.hashed_order,
@@ -196,7 +197,7 @@ std::vector<Payload> Pipeline::validate_all(const Job& job, std::span<const std:
   const std::size_t block = job.plan.block_bytes;
   for (std::size_t r = 0; r * block < blocks.size(); ++r) {
     try {
-      payloads.push_back(validate(blocks.subspan(r * block, block), job.gradient.numel));
+      payloads.push_back(validate(protocol_.headers()[r], blocks.subspan(r * block, block), job.gradient.numel));
       if (payloads.back().header.flags != 0)
         throw Error(ErrorCode::corrupt_payload, "a header alone where a payload was due", wire::kFlags);
     } catch (const Error& error) {

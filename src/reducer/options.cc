@@ -29,6 +29,10 @@ std::string to_string(const ReducerOptions& options) {
 
 void validate(const ReducerOptions& options) {
   validate(options.selector);
+  const auto* hashed = std::get_if<HashedSlots>(&options.selector);
+  require(
+      options.codec.indices != IndexCoding::elias_fano || hashed == nullptr || hashed->layout != HashedSlots::Layout::a,
+      "elias_fano needs ascending indices, but layout a of HashedSlots sends its table as it lies");
   const auto check_momentum = [](float momentum, const std::string& of) {
     require(momentum >= 0.0f && momentum < 1.0f,
             "momentum" + of + " is " + std::to_string(momentum) + ", not in [0, 1)");

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire
-from thinwire import HashedSlots, ParameterRule, ReducerOptions, Schedule, TopK, TrimmedTopK
+from thinwire import Codec, HashedSlots, ParameterRule, ReducerOptions, Schedule, TopK, TrimmedTopK
 
 densities = st.floats(1e-6, 1.0)
 fractions = st.floats(1e-3, 0.999)
@@ -30,10 +30,12 @@ rules = st.builds(
     momentum=st.none() | f32,
     nesterov=st.none() | st.booleans(),
 )
+codecs = st.builds(Codec, st.sampled_from(["raw_u32", "elias_fano"]), st.sampled_from(["f32", "bf16", "f16"]))
 options = st.builds(
     ReducerOptions,
     selector=selectors,
     unit=st.sampled_from(["parameter", "bucket"]),
+    codec=codecs,
     all_reduce=st.sampled_from(["all_gather", "dense"]),
     momentum=f32,
     nesterov=st.booleans(),
@@ -69,6 +71,7 @@ def test_presets() -> None:
     assert thinwire.dense().all_reduce == "dense"
     assert thinwire.redsync().momentum_masking
     assert "density=0.001" in str(thinwire.top_k())
+    assert thinwire.redsync().codec == Codec("raw_u32", "f32")
 
 
 def test_changes_do_not_get_lost() -> None:
@@ -77,6 +80,11 @@ def test_changes_do_not_get_lost() -> None:
         o.selector.density = 0.5
     with pytest.raises(AttributeError):
         o.rules.append(ParameterRule("*"))
+    with pytest.raises(AttributeError):
+        o.codec.values = "bf16"
+    o.codec = Codec(indices="elias_fano", values="bf16")
+    assert (o.codec.indices, o.codec.values) == ("elias_fano", "bf16")
+    assert "codec=elias_fano x bf16" in str(o)
     o.rules = [ParameterRule("*.bias", dense=True)]
     o.schedule = Schedule(dense_steps=7)
     assert o.rules == (ParameterRule("*.bias", dense=True),)
@@ -93,6 +101,12 @@ def test_changes_do_not_get_lost() -> None:
         (lambda: HashedSlots(layout="c"), "layout is 'c', expected 'a' or 'b'"),
         (lambda: ReducerOptions(unit="model"), "unit is 'model', expected 'parameter' or 'bucket'"),
         (lambda: ReducerOptions(momentum=1.0).validate(), "momentum is 1.0"),
+        (lambda: Codec(indices="zip"), "indices is 'zip', expected 'raw_u32' or 'elias_fano'"),
+        (lambda: Codec(values="f64"), "values is 'f64', expected 'f32' or 'bf16' or 'f16'"),
+        (
+            lambda: ReducerOptions(selector=HashedSlots(layout="a"), codec=Codec("elias_fano")).validate(),
+            "elias_fano needs ascending indices",
+        ),
         (lambda: thinwire.make_thread_communicators(0), "at least one rank"),
         (lambda: thinwire.make_thread_communicators(2, timeout=0), "must be positive"),
     ],
@@ -133,11 +147,15 @@ def as_threads(communicators: list, rank_function) -> list:
     return results
 
 
+@pytest.mark.parametrize(
+    "codec", [Codec(), Codec("elias_fano", "bf16"), Codec("elias_fano", "f16")], ids=lambda c: f"{c.indices}_{c.values}"
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_reducer_on_threads(dtype: str) -> None:
+def test_reducer_on_threads(dtype: str, codec: Codec) -> None:
     n, steps = 5000, 6
     o = thinwire.top_k(0.01)
     o.dense_below = 100
+    o.codec = codec
 
     def train(c: thinwire.Communicator) -> tuple:
         reducer = thinwire.Reducer(o, [("w", n), ("b", 10)], c)

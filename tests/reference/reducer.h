@@ -13,6 +13,7 @@
 #include "reference/mean.h"
 #include "reference/residual.h"
 #include "reference/selection.h"
+#include "reference/values.h"
 #include "thinwire/reducer.h"
 
 namespace thinwire::reference {
@@ -92,13 +93,16 @@ class Reducer {
       std::vector<UnitSegment> segments;
       for (const Place& place : unit)
         segments.push_back({states_.at(place.name)[r].v.data(), place.numel, place.offset});
-      const SparseGradient selected = select(options_.selector, segments, seed);
+      SparseGradient selected = select(options_.selector, segments, seed);
+      selected.values = received(options_.codec.values, selected.values);
       scatter(selected, sent_[r]);
-      for (const std::uint32_t index : selected.indices)
+      for (std::size_t j = 0; j < selected.nnz(); ++j)
         for (const Place& place : unit)
-          if (index != kEmptySlot && index >= place.offset && index < place.offset + place.numel) {
+          if (const std::uint32_t index = selected.indices[j];
+              index != kEmptySlot && index >= place.offset && index < place.offset + place.numel) {
             ResidualState& state = states_.at(place.name)[r];
-            state.v[index - place.offset] = 0;  // a - a
+            float& v = state.v[index - place.offset];
+            v = add(v, -selected.values[j]);
             if (options_.momentum_masking && !state.u.empty()) state.u[index - place.offset] = 0;
           }
     }
