@@ -83,13 +83,12 @@ class Residual {
   static std::optional<std::uint32_t> accumulate(std::span<const Segment> unit, const GradientView& bucket,
                                                  const BlockVisitor& visit = {}, std::uint32_t bound = kNoBound);
 
-  /// Writes the first `count` of the entries back to v and, with `masking`, to u. They lie in the unit.
-  static void put_back(std::span<const Segment> unit, const TakenEntries& taken, std::size_t count,
-                       bool masking) noexcept;
+  /// Writes the entries back to v and, with `masking`, to u. They lie in the unit.
+  static void put_back(std::span<const Segment> unit, const TakenEntries& taken, bool masking) noexcept;
 
   /// Takes what was sent out of the state: v <- fl(v - value); with `masking` also u <- 0 there (momentum factor
   /// masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list. `taken`: the same entries, if
-  /// the pass has taken them out already; left alone on errors.
+  /// the pass has taken them out already; left empty, with other memory, or untouched on errors.
   /// Errors: invalid_argument for an index outside the unit, before anything is changed.
   void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken = {});
   /// The same for a whole segment at density 1, without masking: its v is moved to `sent` [numel] and becomes 0.

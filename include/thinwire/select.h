@@ -65,9 +65,9 @@ std::size_t capacity(const Selector& selector, std::size_t numel) noexcept;
 struct SelectionPass {
   /// Writes the values of the runs, one behind the other, as the coming pass will leave them.
   std::function<void(std::span<const UnitRun> runs, float* out)> peek;
-  /// Writes entries [count] of `taken` back to where they were. Where it is given, a selection takes candidates out of
+  /// Writes the entries back to where they were. Where it is given, a selection takes candidates out of
   /// the blocks while they lie in the cache, and puts back what is not selected.
-  std::function<void(const TakenEntries& taken, std::size_t count)> put_back;
+  std::function<void(const TakenEntries& taken)> put_back;
 };
 
 /// One selection from one unit, in the steps that let it ride on the pass that accumulates the residual:

@@ -60,15 +60,20 @@ struct UnitBlock {
 
 /// Entries that were taken out of a unit's residual, with what was there: its v and, under momentum factor masking, u
 /// are 0 at these offsets until they are settled or put back. kEmptySlot marks an entry that does not count.
+///
+/// The vectors are at least `count` long and keep their memory when the entries go from hand to hand.
 struct TakenEntries {
-  std::vector<std::uint32_t> indices;  ///< [count] bucket offsets
-  std::vector<float> values;           ///< [count] v
-  std::vector<float> velocities;       ///< [count] u; 0 where there is none
+  std::size_t count = 0;
+  std::vector<std::uint32_t> indices;  ///< bucket offsets
+  std::vector<float> values;           ///< v
+  std::vector<float> velocities;       ///< u; 0 where there is none
 
-  void resize(std::size_t count) {
-    indices.resize(count);
-    values.resize(count);
-    velocities.resize(count);
+  /// Makes room for `entries` entries; what is there stays.
+  void reserve(std::size_t entries) {
+    if (indices.size() >= entries) return;
+    indices.resize(entries);
+    values.resize(entries);
+    velocities.resize(entries);
   }
 };
 

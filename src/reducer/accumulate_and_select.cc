@@ -9,9 +9,7 @@ std::optional<std::uint32_t> accumulate_and_select(const Selector& selector, std
   std::vector<UnitSegment> view;
   for (const Residual::Segment& segment : unit) view.push_back(Residual::view(segment));
   const auto peek = [&](std::span<const UnitRun> runs, float* out) { Residual::peek(unit, bucket, runs, out); };
-  const auto put_back = [&](const TakenEntries& entries, std::size_t count) {
-    Residual::put_back(unit, entries, count, masking);
-  };
+  const auto put_back = [&](const TakenEntries& entries) { Residual::put_back(unit, entries, masking); };
   const auto collect = [&](UnitBlock block) {
     if (!masking) block.velocity = nullptr;
     scratch.collect(block);

@@ -118,10 +118,13 @@ void Pipeline::accumulate_and_select(Job& job) {
     if (!job.has_gradient[i]) residual.remember(job.plan.segments[i]);
   for (const std::size_t slice : job.plan.dense_slices)
     if (!flush) note(Residual::accumulate({&job.plan.segments[slice], 1}, job.gradient));
-  for (const UnitPlan& unit : job.plan.units) {
+  if (selected_.size() < job.plan.units.size()) selected_.resize(job.plan.units.size());
+  if (taken_.size() < job.plan.units.size()) taken_.resize(job.plan.units.size());
+  for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
+    const UnitPlan& unit = job.plan.units[i];
     note(thinwire::accumulate_and_select(options.selector, unit.segments, job.gradient,
                                          unit_seed(options.seed, step_, unit.name), options.momentum_masking,
-                                         selection_, job.selected.emplace_back(), job.taken.emplace_back()));
+                                         selection_, selected_[i], taken_[i]));
     stats.fallbacks += selection_.fallbacks();
   }
   if (norms_ && !flush)
@@ -153,7 +156,7 @@ std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
     }
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
     const UnitPlan& unit = job.plan.units[i];
-    SparseGradient& sent = job.selected[i];
+    SparseGradient& sent = selected_[i];
     round_values(options.codec.values, sent.values);
     sections.emplace_back(SparseSection{.begin = unit.begin,
                                         .extent = unit.extent,
@@ -165,18 +168,20 @@ std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
   block_.resize(job.plan.block_bytes);
   encode(options.codec, job.header, job.has_gradient, sections, block_);
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
-    residual.settle(job.plan.units[i].segments, job.selected[i], options.momentum_masking, std::move(job.taken[i]));
+    residual.settle(job.plan.units[i].segments, selected_[i], options.momentum_masking, std::move(taken_[i]));
     stats.entries_sent += static_cast<std::uint64_t>(
-        job.selected[i].hashed_order ? std::count_if(job.selected[i].indices.begin(), job.selected[i].indices.end(),
-                                                     [](std::uint32_t index) { return index != kEmptySlot; })
-                                     : static_cast<std::ptrdiff_t>(job.selected[i].nnz()));
+        selected_[i].hashed_order ? std::count_if(selected_[i].indices.begin(), selected_[i].indices.end(),
+                                                  [](std::uint32_t index) { return index != kEmptySlot; })
+                                  : static_cast<std::ptrdiff_t>(selected_[i].nnz()));
   }
   return block_;
 }
 
-void Pipeline::give_back(Job& job) noexcept {
-  for (std::size_t i = 0; i < job.taken.size(); ++i)
-    Residual::put_back(job.plan.units[i].segments, job.taken[i], job.taken[i].indices.size(), options.momentum_masking);
+void Pipeline::give_back(const Job& job) noexcept {
+  for (std::size_t i = 0; i < std::min(job.plan.units.size(), taken_.size()); ++i) {
+    Residual::put_back(job.plan.units[i].segments, taken_[i], options.momentum_masking);
+    taken_[i].count = 0;
+  }
 }
 
 std::span<const std::byte> Pipeline::exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure) {

@@ -26,8 +26,6 @@ struct Job {
   BucketPlan plan;
   PayloadHeader header;
   std::vector<bool> has_gradient;
-  std::vector<SparseGradient> selected;  // one per unit
-  std::vector<TakenEntries> taken;       // the same, as the pass took them out
 };
 
 /// The stages as the reducer's thread runs them, with the state they share. One step at a time.
@@ -48,7 +46,7 @@ class Pipeline {
   void plan(Job& job);
   void accumulate_and_select(Job& job);
   std::span<const std::byte> encode_and_settle(Job& job);
-  void give_back(Job& job) noexcept;  ///< after a failure before `exchange`: what was taken out and not settled
+  void give_back(const Job& job) noexcept;  ///< after a failure before `exchange`: what was taken out and not settled
   std::span<const std::byte> exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure);
   std::vector<Payload> validate_all(const Job& job, std::span<const std::byte> blocks);
   void decode(Job& job, const std::vector<Payload>& payloads);
@@ -71,6 +69,9 @@ class Pipeline {
   std::uint64_t options_hash_ = 0;
   BlockProtocol protocol_;
   Selection selection_;
+  // Of the job that runs, one per unit at least; their memory is kept:
+  std::vector<SparseGradient> selected_;
+  std::vector<TakenEntries> taken_;
   std::vector<std::byte> block_;
   std::vector<std::vector<float>> dense_values_;  // by job of the step: sent whole; also the undo copy
   std::vector<float> dense_mean_;

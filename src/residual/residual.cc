@@ -232,16 +232,15 @@ std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit,
   return non_finite;
 }
 
-void Residual::put_back(std::span<const Segment> unit, const TakenEntries& taken, std::size_t count,
-                        bool masking) noexcept {
-  for_each_entry(unit, taken.indices.data(), count, [&](State& state, std::size_t index, std::size_t j) {
+void Residual::put_back(std::span<const Segment> unit, const TakenEntries& taken, bool masking) noexcept {
+  for_each_entry(unit, taken.indices.data(), taken.count, [&](State& state, std::size_t index, std::size_t j) {
     state.v[index] = taken.values[j];
     if (masking && !state.u.empty()) state.u[index] = taken.velocities[j];
   });
 }
 
 void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken) {
-  const bool in_place = taken.indices.empty();
+  const bool in_place = taken.count == 0;
   if (in_place) {
     const Segment* segment = nullptr;
     for (const std::uint32_t offset : sent.indices) {
@@ -249,17 +248,19 @@ void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent,
       segment = find_segment(unit, offset, segment);
       require(segment != nullptr, "sent index " + std::to_string(offset) + " lies outside its unit");
     }
-    taken.resize(sent.nnz());
-    taken.indices = sent.indices;
+    taken.reserve(sent.nnz());
+    std::copy(sent.indices.begin(), sent.indices.end(), taken.indices.begin());
+    std::fill_n(taken.values.begin(), sent.nnz(), 0.0f);  // of free slots
   }
   Sent record{.unit = {unit.begin(), unit.end()}, .entries = impl_->take_spare(), .masking = masking, .whole = {}};
   impl_->sent.reserve(impl_->sent.size() + 1);
   impl_->spare.reserve(impl_->sent.capacity());
   // From here on nothing can fail.
+  taken.count = sent.nnz();
   if (in_place)
     for_each_entry(unit, taken.indices.data(), sent.nnz(), [&](State& state, std::size_t index, std::size_t j) {
       taken.values[j] = std::exchange(state.v[index], 0.0f);
-      if (masking && !state.u.empty()) taken.velocities[j] = std::exchange(state.u[index], 0.0f);
+      taken.velocities[j] = masking && !state.u.empty() ? std::exchange(state.u[index], 0.0f) : 0.0f;
     });
   const Segment* segment = nullptr;
   for (std::size_t j = 0; j < sent.nnz(); ++j) {
@@ -268,7 +269,7 @@ void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent,
     segment->state->v[taken.indices[j] - segment->offset] = taken.values[j] - sent.values[j];
   }
   std::swap(record.entries, taken);
-  taken.resize(0);
+  taken.count = 0;
   impl_->sent.push_back(std::move(record));
 }
 
@@ -292,7 +293,7 @@ void Residual::restore(const Segment& segment) {
     for (const Segment& part : sent.unit) {
       if (part.state != state) continue;
       sent.whole = {};
-      for (std::uint32_t& index : sent.entries.indices)
+      for (std::uint32_t& index : std::span(sent.entries.indices).first(sent.entries.count))
         if (index >= part.offset && index - part.offset < state->v.size()) index = kEmptySlot;
     }
   for (const Remembered& before : impl_->remembered) {
@@ -309,7 +310,7 @@ void Residual::commit() noexcept {
 
 void Residual::undo() noexcept {
   for (auto sent = impl_->sent.rbegin(); sent != impl_->sent.rend(); ++sent) {
-    put_back(sent->unit, sent->entries, sent->entries.indices.size(), sent->masking);
+    put_back(sent->unit, sent->entries, sent->masking);
     std::copy(sent->whole.begin(), sent->whole.end(), sent->unit.front().state->v.begin());
   }
   commit();

@@ -62,24 +62,23 @@ void Candidates::begin(std::size_t k, std::uint32_t bound, const PutBack* put_ba
   bound_ = first_bound_ = std::max(bound, 1u);
   found_ = 0;
   put_back_ = put_back;
-  size_ = 0;
-  const std::size_t room = 2 * k + kBlock;
-  if (held_.indices.size() < room) held_.resize(room);
+  held_.count = 0;
+  held_.reserve(2 * k + kBlock);
 }
 
 void Candidates::collect_hits(const float* values, std::uint32_t offset, std::span<const std::uint32_t> hits) {
-  std::uint32_t* const indices = held_.indices.data() + size_;
-  float* const held = held_.values.data() + size_;
+  std::uint32_t* const indices = held_.indices.data() + held_.count;
+  float* const held = held_.values.data() + held_.count;
   for (std::size_t j = 0; j < hits.size(); ++j) {
     indices[j] = offset + hits[j];
     held[j] = values[hits[j]];
   }
-  size_ += hits.size();
+  held_.count += hits.size();
   found_ += hits.size();
 }
 
 void Candidates::collect(const UnitBlock& block) {
-  float* const velocities = held_.velocities.data() + size_;
+  float* const velocities = held_.velocities.data() + held_.count;
   collect_hits(block.values, block.offset, block.hits);
   if (put_back_ != nullptr) {
     for (std::size_t j = 0; j < block.hits.size(); ++j) {
@@ -88,26 +87,26 @@ void Candidates::collect(const UnitBlock& block) {
       if (block.velocity != nullptr) block.velocity[block.hits[j]] = 0.0f;
     }
   }
-  if (size_ > 2 * k_) cut();
+  if (held_.count > 2 * k_) cut();
 }
 
 void Candidates::collect(UnitView unit) {
   std::array<std::uint32_t, kBlock + 1> hits;
   for_each_block(unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
     collect_hits(values, offset, {hits.data(), find_at_least(values, count, bound_, hits.data())});
-    if (size_ > 2 * k_) cut();
+    if (held_.count > 2 * k_) cut();
   });
 }
 
 // Keeps the k best. The entries are parted without a branch: each is written to both lists, and stays in one.
 void Candidates::cut() {
-  if (size_ <= k_) return;
-  Cut cut = cut_after({held_.values.data(), size_}, k_, keys_);
+  if (held_.count <= k_) return;
+  Cut cut = cut_after({held_.values.data(), held_.count}, k_, keys_);
   const bool taken = put_back_ != nullptr;
-  if (taken && lost_.indices.size() < size_ + 1) lost_.resize(size_ + 1);
+  if (taken) lost_.reserve(held_.count + 1);
   std::size_t kept = 0;
   std::size_t lost = 0;
-  for (std::size_t i = 0; i < size_; ++i) {
+  for (std::size_t i = 0; i < held_.count; ++i) {
     const std::uint32_t index = held_.indices[i];
     const float value = held_.values[i];
     const std::uint32_t key = magnitude_key(value);
@@ -126,33 +125,31 @@ void Candidates::cut() {
     held_.values[kept] = value;
     kept += keep;
   }
-  size_ = k_;
+  held_.count = k_;
   bound_ = cut.key + 1;
-  if (taken) (*put_back_)(lost_, lost);
+  if (!taken) return;
+  lost_.count = lost;
+  (*put_back_)(lost_);
 }
 
 void Candidates::finish(SparseGradient& out, TakenEntries& taken) {
   cut();
-  const auto size = static_cast<std::ptrdiff_t>(size_);
-  out.indices.assign(held_.indices.begin(), held_.indices.begin() + size);
-  out.values.assign(held_.values.begin(), held_.values.begin() + size);
-  taken.resize(0);
-  if (put_back_ != nullptr) {
-    taken.indices = out.indices;
-    taken.values = out.values;
-    taken.velocities.assign(held_.velocities.begin(), held_.velocities.begin() + size);
-  }
-  size_ = 0;
+  const auto count = static_cast<std::ptrdiff_t>(held_.count);
+  out.indices.assign(held_.indices.begin(), held_.indices.begin() + count);
+  out.values.assign(held_.values.begin(), held_.values.begin() + count);
+  taken.count = 0;
+  if (put_back_ != nullptr) std::swap(taken, held_);
+  held_.count = 0;
   put_back_ = nullptr;
 }
 
 std::uint32_t Candidates::least_of_best() {
-  return size_ == 0 ? 1 : cut_after({held_.values.data(), size_}, std::min(k_, size_), keys_).key;
+  return held_.count == 0 ? 1 : cut_after({held_.values.data(), held_.count}, std::min(k_, held_.count), keys_).key;
 }
 
 void Candidates::abandon() noexcept {
-  if (put_back_ != nullptr) (*put_back_)(held_, size_);
-  size_ = 0;
+  if (put_back_ != nullptr) (*put_back_)(held_);
+  held_.count = 0;
   put_back_ = nullptr;
 }
 

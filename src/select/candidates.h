@@ -27,7 +27,7 @@ void keep_largest(SparseGradient& entries, std::size_t k, std::vector<std::uint3
 /// Collects entries block by block in ascending index order. Holds at most 2k entries and one block.
 class Candidates {
  public:
-  using PutBack = std::function<void(const TakenEntries& taken, std::size_t count)>;
+  using PutBack = std::function<void(const TakenEntries& taken)>;
 
   /// Entries below `bound` are passed over; a bound of 1 takes all but zeros. With `put_back`, the entries of `collect`
   /// are taken out of their blocks, and those that fall behind go there.
@@ -58,7 +58,6 @@ class Candidates {
   std::uint32_t first_bound_ = 1;
   std::size_t found_ = 0;  // at or above the bound so far
   const PutBack* put_back_ = nullptr;
-  std::size_t size_ = 0;  // of `held_`, which is longer
   TakenEntries held_;
   TakenEntries lost_;
   std::vector<std::uint32_t> keys_;

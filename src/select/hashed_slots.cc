@@ -64,7 +64,7 @@ void HashedSlotsSelection::insert(const float* values, std::size_t count, std::u
 }
 
 void HashedSlotsSelection::finish(SparseGradient& out, TakenEntries& taken) {
-  taken.resize(0);
+  taken.count = 0;
   const std::uint32_t least = threshold();
   for_each_block(source_.unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
     insert(values, count, offset, least);

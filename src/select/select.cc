@@ -135,7 +135,7 @@ void Selection::collect(const UnitBlock& block) {
 
 void Selection::finish(SparseGradient& out, TakenEntries& taken) {
   out.clear();
-  taken.resize(0);
+  taken.count = 0;
   if (impl_->numel != 0) impl_->with_method([&](auto& selection) { selection.finish(out, taken); });
 }
 
