@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "all_reduce/divide.h"
 #include "core/float16.h"
 #include "core/tuning.h"
 #include "thinwire/sparse_all_reduce.h"
@@ -19,7 +20,6 @@ const char* to_string(SparseAllReduce kind) noexcept {
 }
 
 void decode_mean(std::span<const Payload> payloads, const GradientView& mean) {
-  const auto ranks = static_cast<float>(payloads.size());
   std::vector<DecodeCursor> cursors(payloads.size());
   std::vector<float> scratch(mean.dtype == DType::f32 ? 0 : std::min(mean.numel, kDecodeTile));
   for (std::size_t begin = 0; begin < mean.numel; begin += kDecodeTile) {
@@ -29,7 +29,7 @@ void decode_mean(std::span<const Payload> payloads, const GradientView& mean) {
     std::fill(tile.begin(), tile.end(), 0.0f);
     for (std::size_t r = 0; r < payloads.size(); ++r)
       decode_add(payloads[r], static_cast<std::uint32_t>(begin), tile, cursors[r]);
-    for (float& value : tile) value /= ranks;
+    divide(tile, payloads.size());
     if (mean.dtype != DType::f32) store_gradient(mean, begin, count, scratch.data());
   }
 }

@@ -22,7 +22,7 @@ inline constexpr std::size_t kSamplePrefetch = 16;
 
 // Up to this many ranks always-dense parameters ride in the payload: (P-1) copies of them cost less there than the
 // latency of an all-reduce of their own. Beyond this many bytes they never do.
-inline constexpr int kDenseSectionMaxRanks = 4;
+inline constexpr int kDenseSectionMaxRanks = 8;
 inline constexpr std::size_t kDenseSectionMaxBytes = 256 * 1024;
 
 // decode_mean adds the payloads of all ranks tile by tile, so that a tile stays in the L2 cache.
