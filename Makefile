@@ -17,10 +17,10 @@ demo: python  ## train on Fashion-MNIST over 4 processes: dense, RedSync, DRAGON
 test:  ## format, lint, C++ and Python tests, sanitizers, install test, short demo; about 20 minutes the first time
 	@scripts/test.sh $(ONLY)
 
-bench: setup  ## time each stage on this machine (build/release/bench/stages_bench)
+bench: setup  ## time each stage on this machine, next to a read pass over the same memory (thinwire bench)
 	cmake --preset release
-	cmake --build --preset release -j $(JOBS) --target stages_bench
-	build/release/bench/stages_bench
+	cmake --build --preset release -j $(JOBS) --target thinwire_cli stages_bench
+	build/release/tools/thinwire bench
 
 format: setup  ## rewrite C++ and Python sources in the project's format
 	clang-format -i $(CPP_FILES)

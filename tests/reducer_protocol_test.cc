@@ -150,7 +150,7 @@ TEST(Stats, BytesOfSparseJobs) {
 }
 
 TEST(Stats, BytesOfSmallParameters) {
-  for (const int ranks : {2, 4, 5, 8})
+  for (const int ranks : {2, 4, kDenseSectionMaxRanks, kDenseSectionMaxRanks + 1, 12})
     run_ranks(ranks, [&](Communicator& communicator) {
       Reducer reducer(options_with(TopK{0.02}), model(), communicator);
       const std::vector<Bucket> buckets = {bucket_of({"fc.weight", "fc.bias"})};
@@ -158,7 +158,7 @@ TEST(Stats, BytesOfSmallParameters) {
       const auto others = std::uint64_t(ranks - 1);
       const std::uint64_t sparse = 64 + 4 + 32 + 8 * 30;
       const StepStats stats = reducer.stats();
-      if (ranks <= 4) {
+      if (ranks <= kDenseSectionMaxRanks) {
         EXPECT_EQ(stats.bytes_sent, others * ((sparse + 32 + 4 * 33 + 7) / 8 * 8));
         EXPECT_GE(stats.small_bytes_sent, others * 4 * 33);
         EXPECT_LE(stats.small_bytes_sent, others * (4 * 33 + 32));

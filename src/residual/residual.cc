@@ -172,33 +172,36 @@ UnitSegment Residual::view(const Segment& segment) noexcept {
 void Residual::peek(std::span<const Segment> unit, const GradientView& bucket, std::span<const UnitRun> runs,
                     float* out) {
   const auto* gradients = bucket.dtype == DType::f32 ? static_cast<const float*>(bucket.data) : nullptr;
-  const Segment* coming = nullptr;
-  const Segment* segment = nullptr;
-  for (std::size_t r = 0; r < runs.size() + kAhead; ++r) {
-    if (r < runs.size()) {
-      coming = find_segment(unit, runs[r].offset, coming);
-      for (const std::uint32_t at : {runs[r].offset, runs[r].offset + runs[r].count - 1}) {
-        const std::size_t index = at - coming->offset;
-        __builtin_prefetch(coming->state->v.data() + index);
-        if (!coming->state->u.empty()) __builtin_prefetch(coming->state->u.data() + index);
-        if (gradients != nullptr) __builtin_prefetch(gradients + at);
+  // Most runs lie in pages of their own. Plain reads wait for their addresses and lines side by side, where prefetches
+  // would wait for one address after the other; so a batch is read first and computed with afterwards.
+  constexpr std::size_t kBatch = 64;
+  const auto touch = [](const float* value) { static_cast<void>(*static_cast<const volatile float*>(value)); };
+  std::array<const Segment*, kBatch> segments{};
+  for (std::size_t begin = 0; begin < runs.size(); begin += kBatch) {
+    const std::span<const UnitRun> batch = runs.subspan(begin, std::min(kBatch, runs.size() - begin));
+    for (std::size_t r = 0; r < batch.size(); ++r) {
+      segments[r] = find_segment(unit, batch[r].offset, segments[r == 0 ? 0 : r - 1]);
+      const State& state = *segments[r]->state;
+      for (const std::uint32_t at : {batch[r].offset, batch[r].offset + batch[r].count - 1}) {
+        touch(state.v.data() + (at - segments[r]->offset));
+        if (!state.u.empty()) touch(state.u.data() + (at - segments[r]->offset));
+        if (gradients != nullptr) touch(gradients + at);
       }
     }
-    if (r < kAhead) continue;
-    const UnitRun run = runs[r - kAhead];
-    segment = find_segment(unit, run.offset, segment);
-    const State& state = *segment->state;
-    for (std::uint32_t i = 0; i < run.count; ++i) {
-      const std::size_t index = run.offset + i - segment->offset;
-      float gradient = 0.0f;
-      if (gradients != nullptr)
-        gradient = gradients[run.offset + i];
-      else
-        load_gradient(bucket, run.offset + i, 1, &gradient);
-      float velocity = state.u.empty() ? 0.0f : state.u[index];
-      float value = state.v[index];
-      accumulate_element(state.rule, gradient, velocity, value);
-      *out++ = value;
+    for (std::size_t r = 0; r < batch.size(); ++r) {
+      const State& state = *segments[r]->state;
+      for (std::uint32_t offset = batch[r].offset; offset < batch[r].offset + batch[r].count; ++offset) {
+        const std::size_t index = offset - segments[r]->offset;
+        float gradient = 0.0f;
+        if (gradients != nullptr)
+          gradient = gradients[offset];
+        else
+          load_gradient(bucket, offset, 1, &gradient);
+        float velocity = state.u.empty() ? 0.0f : state.u[index];
+        float value = state.v[index];
+        accumulate_element(state.rule, gradient, velocity, value);
+        *out++ = value;
+      }
     }
   }
 }
