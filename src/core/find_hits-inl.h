@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "core/magnitude.h"
+#include "core/tuning.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -25,6 +26,13 @@ using Floats = hn::CappedTag<float, 8>;
 // Hits are found in groups of 32 elements: one bit of a word each.
 inline constexpr size_t kGroup = 32;
 inline constexpr size_t kGroupVectors = kGroup / hn::MaxLanes(Floats());
+
+// Asks for what a sweep reads a while later: with a comparison for each element the processor does not look as far ahead
+// on its own as it does in a bare read.
+HWY_INLINE void PrefetchGroup(const float* group) {
+  constexpr size_t kCacheLine = 16;
+  for (size_t i = 0; i < kGroup; i += kCacheLine) __builtin_prefetch(group + kSweepPrefetch + i);
+}
 
 template <class D>
 HWY_INLINE uint32_t MaskByte(D d, hn::Mask<D> mask) {

@@ -20,8 +20,12 @@ inline constexpr double kHashedSampleSurvivors = 64.0;
 // Samples lie apart: the one this many ahead is asked for while one is read.
 inline constexpr std::size_t kSamplePrefetch = 16;
 
+// So many elements ahead a sweep asks for its memory: 15 to 20 % of a selection from 16 Mi elements. The update, which
+// writes as much as it reads, gains nothing from it.
+inline constexpr std::size_t kSweepPrefetch = 1024;
+
 // Up to this many ranks always-dense parameters ride in the payload: (P-1) copies of them cost less there than the
-// latency of an all-reduce of their own. Beyond this many bytes they never do.
+// latency of an all-reduce of their own (docs/decisions/0008). Beyond this many bytes they never do.
 inline constexpr int kDenseSectionMaxRanks = 8;
 inline constexpr std::size_t kDenseSectionMaxBytes = 256 * 1024;
 

@@ -14,6 +14,7 @@ namespace {
 
 size_t FindAtLeast(const float* HWY_RESTRICT values, size_t count, uint32_t bound, uint32_t* HWY_RESTRICT hits) {
   const auto group_at = [&](size_t i) HWY_ATTR {
+    PrefetchGroup(values + i);
     const auto vector_at = [&](size_t j)
                                HWY_ATTR { return hn::LoadU(Floats(), values + i + j * hn::MaxLanes(Floats())); };
     return GroupHits(vector_at, bound);
