@@ -1,7 +1,6 @@
 // Stage 5, dense: an ordinary all-reduce. Enters: all values of this rank. Leaves: their mean over the ranks.
-#include "thinwire/sparse_all_reduce.h"
-
 #include "all_reduce/divide.h"
+#include "thinwire/sparse_all_reduce.h"
 
 namespace thinwire {
 
