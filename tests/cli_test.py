@@ -82,7 +82,7 @@ def check_refusals(program: str, folder: Path) -> None:
         (["bench", "--input", str(empty)], "empty.npy' holds no values"),
         (["bench", "--json", str(folder / "no" / "where.json")], "where.json' cannot be written"),
         ([], "subcommand"),
-        (["frobnicate"], "frobnicate"),
+        (["frobnicate"], "subcommand"),
     ]
     for arguments, words in cases:
         done = run(program, *arguments)

@@ -1,6 +1,7 @@
 // reducer.h: how many calls and bytes a job costs, and what StepStats says of it.
 #include <mutex>
 
+#include "core/tuning.h"
 #include "failures.h"
 
 namespace thinwire::test {
@@ -33,11 +34,11 @@ const std::vector<Bucket> kRegrouped = {bucket_of({"fc.bias", "fc.weight", "scal
 
 // The first step agrees on sizes. Then one call is enough, unless small parameters are better reduced on their own.
 TEST(Protocol, OneCallPerBucket) {
-  for (const int ranks : {2, 3, 4, 5, 8})
+  for (const int ranks : {2, 3, 4, kDenseSectionMaxRanks, kDenseSectionMaxRanks + 1})
     for (const Selector& selector : selectors(0.01))
       run_ranks(ranks, [&](Communicator& communicator) {
         Reducer reducer(options_with(selector), model(), communicator);
-        const bool apart = ranks > 4;
+        const bool apart = ranks > kDenseSectionMaxRanks;
         const Calls usual = apart ? Calls{2, 1, 2} : Calls{1, 1, 1};
         EXPECT_EQ(calls_of_step(reducer, communicator, kBuckets), (apart ? Calls{3, 2, 3} : Calls{2, 2, 2}));
         for (int step = 1; step < 5; ++step) EXPECT_EQ(calls_of_step(reducer, communicator, kBuckets), usual) << step;
