@@ -85,10 +85,15 @@ class Method:
         known = [m.partition("@")[0] for m in METHODS]
         if name not in known:
             raise LabError(f"there is no method '{name}', but " + ", ".join(dict.fromkeys(known)))
+        if density and name not in SPARSE:
+            raise LabError(f"method '{name}' takes no density, but '{text}' gives one")
         try:
-            return Method(name, float(density or "0.001") if name in SPARSE else 1.0)
+            share = float(density or "0.001") if name in SPARSE else 1.0
         except ValueError:
             raise LabError(f"density '{density}' of {name} is not a number") from None
+        if not 0 < share <= 1:
+            raise LabError(f"density {density} of {name} is not in (0, 1]")
+        return Method(name, share)
 
 
 @dataclass(frozen=True)
@@ -345,16 +350,22 @@ def main() -> int:
     try:
         with stoppable():
             cells, setting = plan(args)
-            args.out.mkdir(parents=True, exist_ok=True)
             runs = args.out / "runs.jsonl"
+            if not args.report:
+                require()
+                try:
+                    args.out.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise LabError(f"the folder of --out {args.out} cannot be made: {error.strerror}") from None
             done = [_key_of(row) for row in read_runs(runs)]
             missing = [cell for cell in cells if cell.key(setting) not in done]
             if missing and not args.report:
-                require()
                 if len(missing) < len(cells):
                     print(f"{len(cells) - len(missing)} of {len(cells)} measurements are there already", flush=True)
                 run(missing, setting, runs)
             current = [row for row in read_runs(runs) if row["thinwire"] in (None, setting["thinwire"])]
+            if not current:
+                raise LabError(f"nothing was measured in {args.out} with the thinwire that is installed now")
             rows = report.write(current, args.out)
             print(f"\n{(args.out / 'table.md').read_text(encoding='utf-8')}")
             print(f"{len(rows)} rows in {os.path.relpath(args.out / 'results.json')}")

@@ -67,6 +67,9 @@ def check_refusals(program: str, folder: Path) -> None:
     text.write_text("no array")
     doubles = npy(folder / "doubles.npy", [1.0, 2.0], "<f8")
     empty = npy(folder / "empty.npy", [])
+    broken = npy(folder / "broken.npy", [1.0, float("nan")])
+    short = npy(folder / "short.npy", [1.0, 2.0, 3.0])
+    short.write_bytes(short.read_bytes()[:-3])
     cases: list[tuple[list[str], str]] = [
         (["bench", "--density", "2"], "density of TopK is 2"),
         (["bench", "--density", "0"], "density of TopK is 0"),
@@ -80,6 +83,13 @@ def check_refusals(program: str, folder: Path) -> None:
         (["bench", "--input", str(text)], "text.npy' is not a NumPy file"),
         (["bench", "--input", str(doubles)], "doubles.npy' holds '<f8', not float32"),
         (["bench", "--input", str(empty)], "empty.npy' holds no values"),
+        (["bench", "--input", str(broken)], "broken.npy' holds a value that is not finite at 1"),
+        (["bench", "--input", str(short)], "short.npy' holds 9 bytes of values, its header says 12"),
+        (["bench", "--seconds", "nan"], "--seconds is nan"),
+        (["bench", "--seconds", "0"], "--seconds is 0"),
+        (["bench", "--repetitions", "-1"], "--repetitions"),
+        (["bench", "--repetitions", "0"], "--repetitions"),
+        (["bench", "--density", "nan"], "density of TopK is nan"),
         (["bench", "--json", str(folder / "no" / "where.json")], "where.json' cannot be written"),
         ([], "subcommand"),
         (["frobnicate"], "subcommand"),

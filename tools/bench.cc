@@ -284,6 +284,10 @@ double percentile(std::vector<double> values, double share) {
 class Bench {
  public:
   explicit Bench(const BenchOptions& options) : options_(options) {
+    if (!(options.seconds > 0 && options.seconds <= 3600))
+      throw Error(ErrorCode::invalid_argument,
+                  "--seconds is " + std::to_string(options.seconds) + ", not in (0, 3600]");
+    for (const double density : options.density) validate(selector_of("top_k", density));
     if (!options.input.empty()) input_ = read_npy(options.input);
     if (!options.json.empty()) {
       json_.open(options.json);
@@ -328,7 +332,6 @@ class Bench {
       }
       for (const std::string& name : names) {
         cell.selector = name;
-        validate(selector_of(name, density));
         measure(cell);
       }
     }

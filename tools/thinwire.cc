@@ -39,9 +39,9 @@ int main(int argc, char** argv) {
   bench->add_option("--threads", options.threads, "Threads that run the stage side by side, each on its own data")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
-  bench->add_option("--repetitions", options.repetitions, "Times each stage so often, with a new seed each time");
+  bench->add_option("--repetitions", options.repetitions, "Times each stage so often, with a new seed each time")
+      ->check(CLI::Range(1, 1'000'000));
   bench->add_option("--seconds", options.seconds, "Time to spend on each row, unless --repetitions is given")
-      ->check(CLI::PositiveNumber)
       ->capture_default_str();
   bench->add_option("--json", options.json, "Write the rows to this file");
 

@@ -4,10 +4,12 @@
 #include <array>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <fstream>
 #include <random>
 #include <regex>
+#include <sstream>
 
 #include "thinwire/error.h"
 
@@ -69,12 +71,25 @@ std::vector<float> read_npy(const std::string& path) {
     refuse(file + " has a damaged header");
   if (dtype[1] != "<f4") refuse(file + " holds '" + dtype[1].str() + "', not float32 ('<f4')");
   if (header.find("'fortran_order': False") == std::string::npos) refuse(file + " is in Fortran order");
+  std::smatch shape;
+  if (!std::regex_search(header, shape, std::regex("'shape': *\\(([0-9, ]*)\\)")))
+    refuse(file + " has a damaged header");
+  std::size_t expected = 4;
+  std::istringstream extents(shape[1].str());
+  for (std::string extent; std::getline(extents, extent, ',');)
+    if (extent.find_first_of("0123456789") != std::string::npos) expected *= std::stoull(extent);
   std::vector<float> values;
+  std::size_t bytes = 0;
   for (std::array<float, 4096> block; in;) {
     in.read(reinterpret_cast<char*>(block.data()), sizeof(block));
+    bytes += static_cast<std::size_t>(in.gcount());
     values.insert(values.end(), block.begin(), block.begin() + in.gcount() / 4);
   }
+  if (bytes != expected)
+    refuse(file + " holds " + std::to_string(bytes) + " bytes of values, its header says " + std::to_string(expected));
   if (values.empty()) refuse(file + " holds no values");
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (!std::isfinite(values[i])) refuse(file + " holds a value that is not finite at " + std::to_string(i));
   return values;
 }
 

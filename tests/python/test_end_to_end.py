@@ -188,7 +188,11 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
         (["--networks", "1x1gbit"], "network '1x1gbit' is not a number of hosts, at least 2, and a rate"),
         (["--methods", "fast"], "there is no method 'fast', but none, dense"),
         (["--methods", "redsync@much"], "density 'much' of redsync is not a number"),
+        (["--methods", "dense@0.1"], "method 'dense' takes no density"),
+        (["--methods", "top_k@2"], "density 2 of top_k is not in (0, 1]"),
+        (["--methods", "top_k@nan"], "density nan of top_k is not in (0, 1]"),
         (["--options", "dense_below"], "option 'dense_below' is not NAME=EXPRESSION"),
+        (["--report", "--out", "/nowhere/at/all"], "nothing was measured in /nowhere/at/all"),
     ],
 )
 def test_bad_input_gives_one_sentence(
