@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from .network import Lab, LabError
 from .ranks import Program, require_command
 
-# mpirun calls this in place of ssh, as AGENT ADDRESS COMMAND..., and so gets from host to host.
+# mpirun calls this in place of ssh, as AGENT ADDRESS COMMAND..., and so gets from host to host. Each host has a name of
+# its own there: Open MPI names folders by it, and daemons of one name would share one.
 _AGENT = """#!/bin/sh
 host=$1
 shift
-exec ip netns exec "tw{id}-h$((${{host##*.}} - 1))" sh -c "$*"
+number=$((${{host##*.}} - 1))
+exec ip netns exec "tw{id}-h$number" unshare --uts sh -c "hostname h$number; $*"
 """
 
 
