@@ -31,7 +31,7 @@ else
   for tool in c++ cmake ninja clang-format clang-tidy; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
-  ((${#missing[@]} == 0)) || die "missing ${missing[*]}; install them, Highway, GoogleTest and Google Benchmark by hand"
+  ((${#missing[@]} == 0)) || die "missing ${missing[*]}; install them, Highway, GoogleTest, Google Benchmark, CLI11 and nlohmann-json by hand"
 fi
 
 # The first Python that can make a virtual environment and compile an extension; the system's own before any other.

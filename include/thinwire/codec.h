@@ -99,7 +99,8 @@ struct Payload {
   std::vector<std::shared_ptr<const void>> decoded;  ///< indices and values that were coded; copies share them
 };
 
-/// Reads the header, and takes the checksum of all that it leads. Errors: corrupt_payload with the position of the first offending byte.
+/// Reads the header, and takes the checksum of all that it leads.
+/// Errors: corrupt_payload with the position of the first offending byte.
 PayloadHeader read_header(std::span<const std::byte> bytes);
 
 /// Checks every byte that `decode_add` will rely on, the checksum and, for hashed order, each entry's slot; never reads

@@ -65,8 +65,8 @@ std::size_t capacity(const Selector& selector, std::size_t numel) noexcept;
 struct SelectionPass {
   /// Writes the values of the runs, one behind the other, as the coming pass will leave them.
   std::function<void(std::span<const UnitRun> runs, float* out)> peek;
-  /// Writes the entries back to where they were. Where it is given, a selection takes candidates out of
-  /// the blocks while they lie in the cache, and puts back what is not selected.
+  /// Writes the entries back to where they were. Where it is given, a selection takes candidates out of the blocks while
+  /// they lie in the cache, and puts back what is not selected.
   std::function<void(const TakenEntries& taken)> put_back;
 };
 
@@ -102,7 +102,7 @@ class Selection {
   std::unique_ptr<Impl> impl_;
 };
 
-/// begin, collect and finish over values that are already there. Errors: those of `validate`.
+/// begin, collect and finish over values that are already there; `scratch` keeps its memory. Errors: those of `validate`.
 void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& scratch, SparseGradient& out);
 void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out);
 

@@ -52,7 +52,7 @@ inline constexpr std::uint32_t kNoBound = 0x80000000u;
 /// A run of at most 4096 elements of a unit, on its way through the pass that accumulates and still in the L1 cache.
 struct UnitBlock {
   float* values = nullptr;    ///< v [count]
-  float* velocity = nullptr;  ///< u [count]; null without momentum
+  float* velocity = nullptr;  ///< u [count]; null without momentum, and where u stays
   std::size_t count = 0;
   std::uint32_t offset = 0;             ///< of values[0], in the bucket's buffer
   std::span<const std::uint32_t> hits;  ///< ascending positions in the block: magnitudes at or above the pass's bound
