@@ -94,12 +94,14 @@ inline std::vector<Selector> selectors(double density) {
   return {TopK{density}, TrimmedTopK{density, 0.2}, HashedSlots{density, HashedSlots::Layout::a, 0.01},
           HashedSlots{density, HashedSlots::Layout::b, 0.01}};
 }
-inline constexpr std::array<Codec, 6> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
+inline constexpr std::array<Codec, 8> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
                                                   {IndexCoding::raw_u32, ValueCoding::bf16},
                                                   {IndexCoding::raw_u32, ValueCoding::f16},
+                                                  {IndexCoding::raw_u32, ValueCoding::shared_mean},
                                                   {IndexCoding::elias_fano, ValueCoding::f32},
                                                   {IndexCoding::elias_fano, ValueCoding::bf16},
-                                                  {IndexCoding::elias_fano, ValueCoding::f16}}};
+                                                  {IndexCoding::elias_fano, ValueCoding::f16},
+                                                  {IndexCoding::elias_fano, ValueCoding::shared_mean}}};
 
 /// Those that a selector's order of entries allows.
 inline std::vector<Codec> codecs_for(const Selector& selector) {

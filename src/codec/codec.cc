@@ -51,6 +51,8 @@ std::size_t section_bytes(const Codec& codec, const SparseSection& section) {
     require(ascend_inside(section.indices, section.begin, section.extent),
             "elias_fano needs indices that ascend inside their unit");
   }
+  require(codec.values != ValueCoding::shared_mean || !section.hashed_order,
+          "shared_mean needs entries in every place, not hashed order");
   return wire::kSectionHeader + index_bytes(codec.indices, section.extent, count) + value_bytes(codec.values, count);
 }
 
@@ -145,9 +147,10 @@ void read_section(std::span<const std::byte> bytes, std::size_t numel, std::size
   if (kind != order.kind) order = {.kind = kind, .free = 0};
   check(codec.indices <= (sparse ? IndexCoding::elias_fano : IndexCoding::raw_u32), at + wire::kIndexCoding,
         "unknown index coding");
-  check(codec.values <= (sparse ? ValueCoding::f16 : ValueCoding::f32), at + wire::kValueCoding,
+  check(codec.values <= (sparse ? ValueCoding::shared_mean : ValueCoding::f32), at + wire::kValueCoding,
         "unknown value coding");
-  check(flags == 0 || (flags == wire::kHashedOrder && sparse && !elias_fano), at + wire::kSectionFlags,
+  const bool may_be_hashed = sparse && !elias_fano && codec.values != ValueCoding::shared_mean;
+  check(flags == 0 || (flags == wire::kHashedOrder && may_be_hashed), at + wire::kSectionFlags,
         "unknown section flag");
   check(begin >= order.free, at + wire::kBegin, "sections overlap or do not ascend");
   check(std::uint64_t{begin} + extent <= numel, at + wire::kExtent, "section reaches past the bucket");
@@ -224,7 +227,7 @@ void add_section(const SparseSection& section, std::uint32_t first, std::span<fl
 
 std::string to_string(const Codec& codec) {
   constexpr std::array<const char*, 2> kIndices = {"raw_u32", "elias_fano"};
-  constexpr std::array<const char*, 3> kValues = {"f32", "bf16", "f16"};
+  constexpr std::array<const char*, 4> kValues = {"f32", "bf16", "f16", "shared_mean"};
   return std::string(kIndices[static_cast<std::size_t>(codec.indices)]) + " x " +
          kValues[static_cast<std::size_t>(codec.values)];
 }
