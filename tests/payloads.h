@@ -122,7 +122,8 @@ inline std::vector<Example> examples() {
        300,
        header,
        {true, true},
-       {dense_section(1, {0.1f}), sparse_section(2, 3, {}, {}), sparse_section(5, 250, {5, 69, 200}, {1.5f, 1.5f, 1.5f})},
+       {dense_section(1, {0.1f}), sparse_section(2, 3, {}, {}),
+        sparse_section(5, 250, {5, 69, 200}, {1.5f, 1.5f, 1.5f})},
        {IndexCoding::raw_u32, ValueCoding::shared_mean}},
   };
 }

@@ -63,6 +63,7 @@ struct SparseSection {
   std::uint32_t hash_seed = 0;
   std::span<const std::uint32_t> indices;  ///< [nnz] bucket offsets
   std::span<const float> values;           ///< [nnz]
+  std::optional<ValueCoding> coding = {};  ///< of the values, instead of the codec's; for `encode`
 };
 struct DenseSection {
   std::uint32_t begin = 0;
@@ -73,8 +74,9 @@ using Section = std::variant<DenseSection, SparseSection>;
 /// The shape of a section before there is anything in it.
 struct SectionShape {
   bool dense = false;
-  std::size_t capacity = 0;  ///< most entries of a sparse section, elements of a dense one
-  std::size_t extent = 0;    ///< of a sparse section
+  std::size_t capacity = 0;                ///< most entries of a sparse section, elements of a dense one
+  std::size_t extent = 0;                  ///< of a sparse section
+  std::optional<ValueCoding> coding = {};  ///< as in SparseSection
 };
 
 /// Bytes that a payload with these sections, full or not, never exceeds; a multiple of 8, at least kHeaderBytes.

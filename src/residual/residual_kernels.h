@@ -18,7 +18,8 @@ inline bool accumulate_element(const MomentumRule& rule, float g, float& u, floa
     addend = rule.momentum * velocity;
     addend += g;
   }
-  const float value = rule.error_feedback ? v + addend : addend;
+  const float kept = rule.residual_decay * v;
+  const float value = rule.error_feedback ? kept + addend : addend;
   if ((std::bit_cast<std::uint32_t>(value) & 0x7f800000u) == 0x7f800000u) return false;
   v = value;
   if (rule.momentum != 0.0f) u = velocity;
