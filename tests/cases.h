@@ -90,6 +90,12 @@ inline std::vector<float> dyadic_values(std::size_t numel, std::uint32_t seed, f
   return values;
 }
 
+inline constexpr std::array<Side, 3> kSides = {Side::both, Side::largest, Side::smallest};
+inline const char* to_string(Side side) {
+  constexpr std::array<const char*, 3> kNames = {"both", "largest", "smallest"};
+  return kNames[static_cast<std::size_t>(side)];
+}
+
 inline std::vector<Selector> selectors(double density) {
   return {TopK{density}, TrimmedTopK{density, 0.2}, HashedSlots{density, HashedSlots::Layout::a, 0.01},
           HashedSlots{density, HashedSlots::Layout::b, 0.01}};

@@ -143,11 +143,12 @@ ReducerOptions dgc(double density = 0.001);
 
 /// A unit's way through the first two stages, in one pass over its memory: u and v take in the bucket's slices, and the
 /// selected entries go to `selected`. With TopK they are taken out of u and v on the way and go to `taken` as well, for
-/// Residual::settle; `masking` says whether u leaves with them. `scratch` is kept between units.
+/// Residual::settle; `masking` says whether u leaves with them. `scratch` is kept between units, `memory` from step to step.
 /// Returns what Residual::accumulate returns. If it throws, nothing is taken out.
 std::optional<std::uint32_t> accumulate_and_select(const Selector& selector, std::span<const Residual::Segment> unit,
                                                    const GradientView& bucket, std::uint32_t seed, bool masking,
-                                                   Selection& scratch, SparseGradient& selected, TakenEntries& taken);
+                                                   Selection& scratch, SparseGradient& selected, TakenEntries& taken,
+                                                   Side side = Side::both, SelectionMemory* memory = nullptr);
 
 /// What the last finished step did, on this rank.
 struct StepStats {

@@ -78,11 +78,12 @@ class Residual {
   using BlockVisitor = std::function<std::uint32_t(const UnitBlock&)>;
 
   /// u and v of the segments take in their slices of the bucket's buffer, block by block; `visit`, where given, sees
-  /// each block with its hits at or above `bound`. An element whose new v would not be finite keeps its u and v.
-  /// Returns the bucket offset of the first such element, if any. One pass: 20 B per element with momentum, 12
-  /// without. Does not touch the bucket's buffer.
+  /// each block with its hits: values of `side` at or above `bound`. An element whose new v would not be finite keeps
+  /// its u and v. Returns the bucket offset of the first such element, if any. One pass: 20 B per element with momentum,
+  /// 12 without. Does not touch the bucket's buffer.
   static std::optional<std::uint32_t> accumulate(std::span<const Segment> unit, const GradientView& bucket,
-                                                 const BlockVisitor& visit = {}, std::uint32_t bound = kNoBound);
+                                                 const BlockVisitor& visit = {}, std::uint32_t bound = kNoBound,
+                                                 Side side = Side::both);
 
   /// Writes the entries back to v and, with `masking`, to u. They lie in the unit.
   static void put_back(std::span<const Segment> unit, const TakenEntries& taken, bool masking) noexcept;

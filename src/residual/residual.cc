@@ -211,7 +211,7 @@ void Residual::peek(std::span<const Segment> unit, const GradientView& bucket, s
 }
 
 std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit, const GradientView& bucket,
-                                                  const BlockVisitor& visit, std::uint32_t bound) {
+                                                  const BlockVisitor& visit, std::uint32_t bound, Side side) {
   std::array<float, kBlock> widened;
   std::array<std::uint32_t, kBlock + 1> hits;
   std::optional<std::uint32_t> non_finite;
@@ -228,9 +228,9 @@ std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit,
       float* v = state.v.data() + begin;
       float* u = state.u.empty() ? nullptr : state.u.data() + begin;
       std::size_t found = 0;
-      const std::size_t first = bound == kNoBound
-                                    ? accumulate_block(state.rule, gradient, u, v, n)
-                                    : accumulate_and_find(state.rule, gradient, u, v, n, bound, hits.data(), found);
+      const std::size_t first =
+          bound == kNoBound ? accumulate_block(state.rule, gradient, u, v, n)
+                            : accumulate_and_find(state.rule, gradient, u, v, n, bound, side, hits.data(), found);
       if (first < n && !non_finite) non_finite = static_cast<std::uint32_t>(offset + first);
       if (visit)
         bound = visit({.values = v, .velocity = u, .count = n, .offset = offset, .hits = {hits.data(), found}});
