@@ -38,6 +38,7 @@ class BlockUpdate {
   HWY_INLINE uint32_t Group(size_t begin) {
     const Floats d;
     const auto factor = hn::Set(d, rule_.momentum);
+    const auto decay = hn::Set(d, rule_.residual_decay);
     hn::Vec<Floats> velocities[kGroupVectors];
     hn::Vec<Floats> values[kGroupVectors];
     HWY_UNROLL(8)
@@ -50,7 +51,7 @@ class BlockUpdate {
         addend = velocities[j];
         if constexpr (kUpdate == Update::nesterov) addend = hn::Add(hn::Mul(factor, velocities[j]), gradient);
       }
-      values[j] = kUpdate == Update::replace ? addend : hn::Add(hn::LoadU(d, v_ + i), addend);
+      values[j] = kUpdate == Update::replace ? addend : hn::Add(hn::Mul(decay, hn::LoadU(d, v_ + i)), addend);
     }
     if (HWY_UNLIKELY(!AllFinite(values))) return GroupByElements(begin);
     HWY_UNROLL(8)
