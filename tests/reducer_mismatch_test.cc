@@ -31,7 +31,6 @@ const std::vector<Mismatch> kMismatches = {
        o.selector_by_size = {{9, TopK{0.5}}};
      },
      {"above 9 elements"}},
-    {"clipping", [](auto& o, auto&) { o.clip_norm = 1e9f; }, {"clip_norm=0", "clip_norm=1e+09"}},
     {"decay", [](auto& o, auto&) { o.residual_decay = 0.5f; }, {"residual_decay=1", "residual_decay=0.5"}},
     {"seed", [](auto& o, auto&) { o.seed = 8; }, {"seed=0", "seed=8"}},
     {"rule",

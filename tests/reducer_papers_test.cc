@@ -114,7 +114,7 @@ TEST(SharedMean, HalvesTheBytesOfTheEntries) {
       }
       bytes[values] = reducer.stats().bytes_sent;
     }
-    EXPECT_EQ(bytes[ValueCoding::f32] - bytes[ValueCoding::shared_mean], 4u * 200 - 8u);
+    EXPECT_EQ(bytes[ValueCoding::f32] - bytes[ValueCoding::shared_mean], 4u * 200);
   });
 }
 
@@ -218,15 +218,15 @@ TEST(Ramp, FollowsDgcsDensities) {
 }
 
 /// The entries of each step, and the residual at the end.
-struct Run {
+struct RampRun {
   std::vector<std::size_t> sent;
   std::vector<float> v;
 };
-Run run_ramp(Communicator& communicator, std::uint64_t resume_after) {
+RampRun run_ramp(Communicator& communicator, std::uint64_t resume_after) {
   ReducerOptions options = options_with(TopK{0.01});
   options.schedule = {.dense_steps = 2, .ramp_steps = 4, .ramp_stages = 2};
   options.momentum = 0.5f;
-  Run run;
+  RampRun run;
   ReducerState state;
   const auto steps = [&](Reducer& reducer, std::uint64_t begin, std::uint64_t end) {
     for (std::uint64_t step = begin; step < end; ++step) {
@@ -250,10 +250,10 @@ Run run_ramp(Communicator& communicator, std::uint64_t resume_after) {
 // A checkpoint goes on at the right point of the schedule, wherever it was taken.
 TEST(Ramp, ChangesTheDensityStepByStepAndResumes) {
   run_ranks(2, [](Communicator& communicator) {
-    const Run whole = run_ramp(communicator, 8);
+    const RampRun whole = run_ramp(communicator, 8);
     EXPECT_EQ(whole.sent, (std::vector<std::size_t>{2000, 2000, 431, 431, 93, 93, 20, 20}));
     for (const std::uint64_t after : {1, 2, 3, 4, 5, 6, 7}) {
-      const Run resumed = run_ramp(communicator, after);
+      const RampRun resumed = run_ramp(communicator, after);
       EXPECT_EQ(resumed.sent, whole.sent) << after;
       EXPECT_TRUE(same_bits(resumed.v, whole.v)) << after;
     }
@@ -405,6 +405,25 @@ TEST(Clip, AMissingParameterIsNamedAndNobodyHangs) {
       EXPECT_NE(std::string(error.what()).find("'fc.bias'"), std::string::npos) << error.what();
     }
     EXPECT_THROW(reducer.begin_step(), Error);
+  });
+}
+
+TEST(Clip, RanksCompareTheirLimits) {
+  run_ranks(2, [](Communicator& communicator) {
+    ReducerOptions options = options_with(TopK{0.1});
+    options.clip_norm = communicator.rank() == 0 ? 1.0f : 2.0f;
+    Reducer reducer(options, kOne, communicator);
+    reducer.begin_step();
+    GradientBuffer buffer(normal(2000, 0, communicator.rank()));
+    Work work = reducer.reduce(kOneBucket, buffer.view());
+    try {
+      work.wait();
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::remote);
+      for (const char* word : {"clip_norm=1", "clip_norm=2"})
+        EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+    }
   });
 }
 

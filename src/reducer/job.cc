@@ -161,10 +161,12 @@ void Pipeline::accumulate_and_select(Job& job) {
   if (selected_.size() < job.plan.units.size()) selected_.resize(job.plan.units.size());
   if (taken_.size() < job.plan.units.size()) taken_.resize(job.plan.units.size());
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
-    const UnitPlan& unit = job.plan.units[i];
+    UnitPlan& unit = job.plan.units[i];
+    SelectionMemory& memory = selections[unit.name];
+    unit.memory = memory;
     note(thinwire::accumulate_and_select(unit.selector, unit.segments, job.gradient,
                                          unit_seed(options.seed, step_.step, unit.name), options.momentum_masking,
-                                         selection_, selected_[i], taken_[i], unit.side, &selections[unit.name]));
+                                         selection_, selected_[i], taken_[i], unit.side, &memory));
     stats.fallbacks += selection_.fallbacks();
   }
   if (norms_ && !flush) gradient_squares_ += gradient_squares(job.gradient);
@@ -284,6 +286,9 @@ void Pipeline::finish(Job& job, const std::vector<Payload>& payloads) {
     const auto has = [i](const Payload& payload) { return payload.has_gradient[i]; };
     if (std::any_of(payloads.begin(), payloads.end(), has)) continue;
     residual.restore(job.plan.segments[i]);
+    for (const UnitPlan& unit : job.plan.units)
+      if (unit.segments.size() == 1 && unit.segments[0].state == job.plan.segments[i].state)
+        selections[unit.name] = unit.memory;
     zeros.assign(job.bucket.slices[i].numel, 0.0f);
     store_gradient(job.gradient, job.plan.segments[i].offset, zeros.size(), zeros.data());
   }
