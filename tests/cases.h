@@ -97,8 +97,12 @@ inline const char* to_string(Side side) {
 }
 
 inline std::vector<Selector> selectors(double density) {
-  return {TopK{density}, TrimmedTopK{density, 0.2}, HashedSlots{density, HashedSlots::Layout::a, 0.01},
-          HashedSlots{density, HashedSlots::Layout::b, 0.01}};
+  return {TopK{density},
+          TrimmedTopK{density, 0.2},
+          HashedSlots{density, HashedSlots::Layout::a, 0.01},
+          HashedSlots{density, HashedSlots::Layout::b, 0.01},
+          ThresholdSearch{density, 5},
+          SampledTopK{density, 0.01}};
 }
 inline constexpr std::array<Codec, 6> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
                                                   {IndexCoding::raw_u32, ValueCoding::bf16},
@@ -113,7 +117,12 @@ inline std::vector<Codec> codecs_for(const Selector& selector) {
   const bool ascending = hashed == nullptr || hashed->layout != HashedSlots::Layout::a;
   return {kCodecs.begin(), ascending ? kCodecs.end() : kCodecs.begin() + 3};
 }
-inline bool is_exact(const Selector& selector) { return !std::holds_alternative<HashedSlots>(selector); }
+/// Returns the k largest, not more and not fewer.
+inline bool is_exact(const Selector& selector) {
+  return std::holds_alternative<TopK>(selector) || std::holds_alternative<TrimmedTopK>(selector);
+}
+/// Returns the largest, however many.
+inline bool returns_largest(const Selector& selector) { return !std::holds_alternative<HashedSlots>(selector); }
 
 struct Case {
   std::size_t numel = 0;

@@ -31,6 +31,7 @@ using Names = std::array<std::pair<const char*, E>, N>;
 
 constexpr Names<Unit, 2> kUnits{{{"parameter", Unit::parameter}, {"bucket", Unit::bucket}}};
 constexpr Names<HashedSlots::Layout, 2> kLayouts{{{"a", HashedSlots::Layout::a}, {"b", HashedSlots::Layout::b}}};
+constexpr Names<Side, 3> kSides{{{"both", Side::both}, {"largest", Side::largest}, {"smallest", Side::smallest}}};
 constexpr Names<SparseAllReduce, 2> kKinds{
     {{"all_gather", SparseAllReduce::all_gather}, {"dense", SparseAllReduce::dense}}};
 constexpr Names<IndexCoding, 2> kIndexCodings{
@@ -154,6 +155,53 @@ sample_fraction: share of a unit that is sampled for the threshold, in (0, 1].)"
            [](const HashedSlots& s) { return std::tuple(s.density, name_of(kLayouts, s.layout), s.sample_fraction); })
       .def("__setstate__", [](HashedSlots& s, const std::tuple<double, std::string, double>& t) {
         new (&s) HashedSlots{std::get<0>(t), parse(kLayouts, "layout", std::get<1>(t)), std::get<2>(t)};
+      });
+
+  nb::class_<ThresholdSearch>(m, "ThresholdSearch", R"(RedSync's threshold binary search (arXiv 1808.04357).
+
+Entries above mean + r * (max - mean) of the magnitudes, r being bisected until k to 1.25k of them are left; the largest,
+whatever their number.)")
+      .def(
+          "__init__",
+          [](ThresholdSearch* self, double density, std::uint32_t reuse_interval) {
+            construct_checked(self, ThresholdSearch{density, reuse_interval});
+          },
+          "density"_a = 0.001, "reuse_interval"_a = ThresholdSearch{}.reuse_interval)
+      .def_ro("density", &ThresholdSearch::density)
+      .def_ro("reuse_interval", &ThresholdSearch::reuse_interval,
+              "Selections that one search serves, itself included; 1: each searches.")
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const ThresholdSearch& s) {
+             return expression("ThresholdSearch",
+                               {{"density", value(s.density)}, {"reuse_interval", value(s.reuse_interval)}});
+           })
+      .def("__getstate__", [](const ThresholdSearch& s) { return std::tuple(s.density, s.reuse_interval); })
+      .def("__setstate__", [](ThresholdSearch& s, const std::tuple<double, std::uint32_t>& t) {
+        new (&s) ThresholdSearch{std::get<0>(t), std::get<1>(t)};
+      });
+
+  nb::class_<SampledTopK>(m, "SampledTopK", R"(DGC's sampled top-k (Lin et al., ICLR 2018).
+
+Entries at or above a threshold taken from a strided sample; more than k are cut to the k largest, for fewer than 0.8k
+the threshold is lowered. sample_fraction: share of a unit that is sampled, in (0, 1].)")
+      .def(
+          "__init__",
+          [](SampledTopK* self, double density, double sample_fraction) {
+            construct_checked(self, SampledTopK{density, sample_fraction});
+          },
+          "density"_a = 0.001, "sample_fraction"_a = SampledTopK{}.sample_fraction)
+      .def_ro("density", &SampledTopK::density)
+      .def_ro("sample_fraction", &SampledTopK::sample_fraction)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const SampledTopK& s) {
+             return expression("SampledTopK",
+                               {{"density", value(s.density)}, {"sample_fraction", value(s.sample_fraction)}});
+           })
+      .def("__getstate__", [](const SampledTopK& s) { return std::tuple(s.density, s.sample_fraction); })
+      .def("__setstate__", [](SampledTopK& s, const std::tuple<double, double>& t) {
+        new (&s) SampledTopK{std::get<0>(t), std::get<1>(t)};
       });
 }
 
@@ -279,7 +327,7 @@ std::string repr(const ReducerOptions& o) {
 }
 
 const char* const kOptionsInit =
-    "def __init__(self, *, selector: TopK | TrimmedTopK | HashedSlots = ..., "
+    "def __init__(self, *, selector: TopK | TrimmedTopK | HashedSlots | ThresholdSearch | SampledTopK = ..., "
     "unit: typing.Literal['parameter', 'bucket'] = 'parameter', codec: Codec = ..., "
     "all_reduce: typing.Literal['all_gather', 'dense'] = 'all_gather', momentum: float = 0.0, nesterov: bool = False, "
     "momentum_masking: bool = True, error_feedback: bool = True, dense_below: int = 10240, "
@@ -307,8 +355,10 @@ Values are checked together, when a reducer is made.)")
       .def_prop_rw(
           "selector", [](const ReducerOptions& o) { return o.selector; },
           [](ReducerOptions& o, Selector selector) { o.selector = selector; },
-          nb::for_getter(nb::sig("def selector(self) -> TopK | TrimmedTopK | HashedSlots")),
-          nb::for_setter(nb::sig("def selector(self, selector: TopK | TrimmedTopK | HashedSlots, /) -> None")),
+          nb::for_getter(
+              nb::sig("def selector(self) -> TopK | TrimmedTopK | HashedSlots | ThresholdSearch | SampledTopK")),
+          nb::for_setter(nb::sig("def selector(self, selector: TopK | TrimmedTopK | HashedSlots | ThresholdSearch | "
+                                 "SampledTopK, /) -> None")),
           "What travels.")
       .def_prop_rw(
           "unit", [](const ReducerOptions& o) { return name_of(kUnits, o.unit); },
@@ -371,6 +421,8 @@ Per parameter. density in (0, 1]; layout as in HashedSlots.)");
 }
 
 }  // namespace
+
+Side parse_side(const std::string& name) { return parse(kSides, "side", name); }
 
 void bind_options(nb::module_& m) {
   bind_selectors(m);
