@@ -45,8 +45,12 @@ Selector selector_of(std::int64_t kind, double density) {
       return TrimmedTopK{density};
     case 2:
       return HashedSlots{density, HashedSlots::Layout::a};
-    default:
+    case 3:
       return HashedSlots{density, HashedSlots::Layout::b};
+    case 4:
+      return ThresholdSearch{density};
+    default:
+      return SampledTopK{density};
   }
 }
 
@@ -107,7 +111,7 @@ void select(benchmark::State& state) {
   std::ranges::transform(values, magnitudes.begin(), [](float value) { return std::abs(value); });
   const std::size_t k = target_count(selector, numel);
   std::ranges::nth_element(magnitudes, magnitudes.begin() + static_cast<std::ptrdiff_t>(k - 1), std::greater<>());
-  const bool exact = !std::holds_alternative<HashedSlots>(selector);
+  const bool exact = std::holds_alternative<TopK>(selector) || std::holds_alternative<TrimmedTopK>(selector);
   std::size_t found = 0;
   for (std::size_t j = 0; j < selected.nnz(); ++j) {
     if (selected.indices[j] == kEmptySlot) continue;
@@ -129,7 +133,7 @@ void select(benchmark::State& state) {
 }
 BENCHMARK(select)
     ->ArgNames({"numel", "ppm", "selector"})
-    ->ArgsProduct({{1 << 16, 1 << 20, 1 << 24}, {1000, 10'000}, {0, 1, 2, 3}});
+    ->ArgsProduct({{1 << 16, 1 << 20, 1 << 24}, {1000, 10'000}, {0, 1, 2, 3, 4, 5}});
 
 // What the reducer does: the selection rides on the pass that accumulates, and what was selected leaves the residual.
 void accumulate_select_settle(benchmark::State& state) {
@@ -161,7 +165,7 @@ void accumulate_select_settle(benchmark::State& state) {
 }
 BENCHMARK(accumulate_select_settle)
     ->ArgNames({"numel", "ppm", "selector"})
-    ->ArgsProduct({{1 << 20, 1 << 24}, {1000, 10'000}, {0, 1, 2, 3}});
+    ->ArgsProduct({{1 << 20, 1 << 24}, {1000, 10'000}, {0, 1, 2, 3, 4, 5}});
 
 void set_entries(benchmark::State& state, std::size_t entries_per_iteration) {
   using benchmark::Counter;

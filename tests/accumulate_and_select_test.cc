@@ -35,21 +35,21 @@ struct State {
 }
 
 void expect_same_as_parts(std::size_t numel, const MomentumRule& rule, Distribution distribution,
-                          const Selector& selector, bool masking, Selection& selection) {
-  SCOPED_TRACE(::testing::Message() << numel << " elements, " << to_string(selector) << ", masking " << masking
-                                    << ", momentum " << rule.momentum);
+                          const Selector& selector, bool masking, Side side, Selection& selection) {
+  SCOPED_TRACE(::testing::Message() << numel << " elements, " << to_string(selector) << ", side " << to_string(side)
+                                    << ", masking " << masking << ", momentum " << rule.momentum);
   State fused(numel, rule);
   State apart(numel, rule);
   for (std::uint32_t step = 0; step < 3; ++step) {
     GradientBuffer gradient(fused.bucket(distribution, step));
     SparseGradient sent;
     TakenEntries taken;
-    accumulate_and_select(selector, fused.unit, gradient.view(), step, masking, selection, sent, taken);
+    accumulate_and_select(selector, fused.unit, gradient.view(), step, masking, selection, sent, taken, side);
 
     Residual::accumulate(apart.unit, gradient.view());
     const std::vector<UnitSegment> view = {Residual::view(apart.unit[0]), Residual::view(apart.unit[1])};
     SparseGradient expected;
-    select(selector, view, step, expected);
+    select(selector, view, step, expected, side);
     ASSERT_EQ(sent.indices, expected.indices);
     ASSERT_TRUE(same_bits(sent.values, expected.values));
     if (std::holds_alternative<TopK>(selector) && selection.fallbacks() == 0) {
@@ -88,8 +88,9 @@ TEST(AccumulateAndSelect, IsTheSameAsItsParts) {
       for (const Distribution distribution : {Distribution::laplace, Distribution::all_equal, Distribution::one_hot})
         for (const Selector& selector : selectors(0.01))
           for (const MomentumRule& rule : kRules)
-            for (const bool masking : {false, true})
-              expect_same_as_parts(numel, rule, distribution, selector, masking, selection);
+            for (const Side side : kSides)
+              for (const bool masking : {false, true})
+                expect_same_as_parts(numel, rule, distribution, selector, masking, side, selection);
   });
 }
 
@@ -97,7 +98,8 @@ TEST(AccumulateAndSelect, IsTheSameOnLargeUnits) {
   Selection selection;
   for (const Distribution distribution : {Distribution::student_t3, Distribution::all_equal})
     for (const double density : {0.001, 0.01, 0.3})
-      expect_same_as_parts(300'000, {0.9f}, distribution, TopK{density}, true, selection);
+      for (const Side side : kSides)
+        expect_same_as_parts(300'000, {0.9f}, distribution, TopK{density}, true, side, selection);
 }
 
 #ifndef THINWIRE_SMALL_TESTS

@@ -97,8 +97,12 @@ inline const char* to_string(Side side) {
 }
 
 inline std::vector<Selector> selectors(double density) {
-  return {TopK{density}, TrimmedTopK{density, 0.2}, HashedSlots{density, HashedSlots::Layout::a, 0.01},
-          HashedSlots{density, HashedSlots::Layout::b, 0.01}};
+  return {TopK{density},
+          TrimmedTopK{density, 0.2},
+          HashedSlots{density, HashedSlots::Layout::a, 0.01},
+          HashedSlots{density, HashedSlots::Layout::b, 0.01},
+          ThresholdSearch{density, 5},
+          SampledTopK{density, 0.01}};
 }
 inline constexpr std::array<Codec, 8> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
                                                   {IndexCoding::raw_u32, ValueCoding::bf16},
@@ -109,13 +113,22 @@ inline constexpr std::array<Codec, 8> kCodecs = {{{IndexCoding::raw_u32, ValueCo
                                                   {IndexCoding::elias_fano, ValueCoding::f16},
                                                   {IndexCoding::elias_fano, ValueCoding::shared_mean}}};
 
-/// Those that a selector's order of entries allows.
+/// Those that a selector's order of entries allows; a ratio is not reused where the side changes from step to step.
 inline std::vector<Codec> codecs_for(const Selector& selector) {
   const auto* hashed = std::get_if<HashedSlots>(&selector);
   const bool ascending = hashed == nullptr || hashed->layout != HashedSlots::Layout::a;
-  return {kCodecs.begin(), ascending ? kCodecs.end() : kCodecs.begin() + 3};
+  std::vector<Codec> codecs(kCodecs.begin(), ascending ? kCodecs.end() : kCodecs.begin() + 3);
+  const auto* search = std::get_if<ThresholdSearch>(&selector);
+  if (search != nullptr && search->reuse_interval > 1)
+    std::erase_if(codecs, [](const Codec& codec) { return codec.values == ValueCoding::shared_mean; });
+  return codecs;
 }
-inline bool is_exact(const Selector& selector) { return !std::holds_alternative<HashedSlots>(selector); }
+/// Returns the k largest, not more and not fewer.
+inline bool is_exact(const Selector& selector) {
+  return std::holds_alternative<TopK>(selector) || std::holds_alternative<TrimmedTopK>(selector);
+}
+/// Returns the largest, however many.
+inline bool returns_largest(const Selector& selector) { return !std::holds_alternative<HashedSlots>(selector); }
 
 struct Case {
   std::size_t numel = 0;

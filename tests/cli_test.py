@@ -46,7 +46,8 @@ def check_rows(program: str, folder: Path) -> None:
         if row["stage"] in ("update_only", "fused_step"):
             assert row["update_ratio"] > 0
     selectors = {row["selector"] for row in rows if row["stage"] == "fused_step"}
-    assert selectors == {"top_k", "trimmed_top_k", "hashed_slots_a", "hashed_slots_b"}, selectors
+    expected = {"top_k", "trimmed_top_k", "hashed_slots_a", "hashed_slots_b", "threshold_search", "sampled_top_k"}
+    assert selectors == expected, selectors
     assert done.stdout.count("\n") == len(rows) + 1
 
 

@@ -179,7 +179,8 @@ const std::vector<std::string>& stages() {
 }
 
 const std::vector<std::string>& selectors() {
-  static const std::vector<std::string> names = {"top_k", "trimmed_top_k", "hashed_slots_a", "hashed_slots_b"};
+  static const std::vector<std::string> names = {"top_k",          "trimmed_top_k",    "hashed_slots_a",
+                                                 "hashed_slots_b", "threshold_search", "sampled_top_k"};
   return names;
 }
 

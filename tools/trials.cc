@@ -34,7 +34,7 @@ class Filter : public Trial {
     return same(out_, expected_);
   }
   void run(std::size_t) override {
-    candidates_.begin(entries, threshold_);
+    candidates_.begin(entries, threshold_, Side::both);
     candidates_.collect(UnitView(&unit_, 1));
     candidates_.finish(out_, taken_);
   }
@@ -226,6 +226,8 @@ Selector selector_of(const std::string& name, double density) {
   if (name == "top_k") return TopK{density};
   if (name == "trimmed_top_k") return TrimmedTopK{density};
   if (name == "hashed_slots_a") return HashedSlots{density, HashedSlots::Layout::a};
+  if (name == "threshold_search") return ThresholdSearch{density};
+  if (name == "sampled_top_k") return SampledTopK{density};
   return HashedSlots{density, HashedSlots::Layout::b};
 }
 

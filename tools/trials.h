@@ -40,7 +40,7 @@ class Trial {
   std::size_t fallbacks = 0;  // in all runs so far
 };
 
-/// "top_k", "trimmed_top_k", "hashed_slots_a", "hashed_slots_b".
+/// "top_k", "trimmed_top_k", "hashed_slots_a", "hashed_slots_b", "threshold_search", "sampled_top_k".
 Selector selector_of(const std::string& name, double density);
 
 /// Every codec by its name, "raw_u32 x f32" first.

@@ -8,10 +8,15 @@
 #include <cstddef>
 #include <exception>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "thinwire/error.h"
+#include "thinwire/sparse_gradient.h"
+
+/// The type of any selector, in signatures.
+#define THINWIRE_SELECTORS "TopK | TrimmedTopK | HashedSlots | ThresholdSearch | SampledTopK"
 
 namespace thinwire::python {
 
@@ -22,6 +27,9 @@ void bind_communicator(nb::module_& m);
 void bind_reducer(nb::module_& m);
 /// Closes all reducers of this process; for interpreter exit, while their threads can still take the GIL.
 void close_reducers();
+
+/// 'both', 'largest' or 'smallest'. Errors: invalid_argument for anything else.
+Side parse_side(const std::string& name);
 
 /// Flat host arrays as arguments. Bind each with nb::arg().noconvert(): a conversion would be a silent copy.
 template <class T>

@@ -25,8 +25,6 @@ namespace thinwire::python {
 
 using namespace nb::literals;
 
-#define THINWIRE_SELECTORS "TopK | TrimmedTopK | HashedSlots | ThresholdSearch | SampledTopK"
-
 namespace {
 
 const char* const kRuleInit =
@@ -40,6 +38,7 @@ using Names = std::array<std::pair<const char*, E>, N>;
 
 constexpr Names<Unit, 2> kUnits{{{"parameter", Unit::parameter}, {"bucket", Unit::bucket}}};
 constexpr Names<HashedSlots::Layout, 2> kLayouts{{{"a", HashedSlots::Layout::a}, {"b", HashedSlots::Layout::b}}};
+constexpr Names<Side, 3> kSides{{{"both", Side::both}, {"largest", Side::largest}, {"smallest", Side::smallest}}};
 constexpr Names<SparseAllReduce, 2> kKinds{
     {{"all_gather", SparseAllReduce::all_gather}, {"dense", SparseAllReduce::dense}}};
 constexpr Names<IndexCoding, 2> kIndexCodings{
@@ -186,6 +185,53 @@ sample_fraction: share of a unit that is sampled for the threshold, in (0, 1].)"
            [](const HashedSlots& s) { return std::tuple(s.density, name_of(kLayouts, s.layout), s.sample_fraction); })
       .def("__setstate__", [](HashedSlots& s, const std::tuple<double, std::string, double>& t) {
         new (&s) HashedSlots{std::get<0>(t), parse(kLayouts, "layout", std::get<1>(t)), std::get<2>(t)};
+      });
+
+  nb::class_<ThresholdSearch>(m, "ThresholdSearch", R"(RedSync's threshold binary search (arXiv 1808.04357).
+
+Entries above mean + r * (max - mean) of the magnitudes, r being bisected until k to 1.25k of them are left; the largest,
+whatever their number.)")
+      .def(
+          "__init__",
+          [](ThresholdSearch* self, double density, std::uint32_t reuse_interval) {
+            construct_checked(self, ThresholdSearch{density, reuse_interval});
+          },
+          "density"_a = 0.001, "reuse_interval"_a = ThresholdSearch{}.reuse_interval)
+      .def_ro("density", &ThresholdSearch::density)
+      .def_ro("reuse_interval", &ThresholdSearch::reuse_interval,
+              "Selections that one search serves, itself included; 1: each searches.")
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const ThresholdSearch& s) {
+             return expression("ThresholdSearch",
+                               {{"density", value(s.density)}, {"reuse_interval", value(s.reuse_interval)}});
+           })
+      .def("__getstate__", [](const ThresholdSearch& s) { return std::tuple(s.density, s.reuse_interval); })
+      .def("__setstate__", [](ThresholdSearch& s, const std::tuple<double, std::uint32_t>& t) {
+        new (&s) ThresholdSearch{std::get<0>(t), std::get<1>(t)};
+      });
+
+  nb::class_<SampledTopK>(m, "SampledTopK", R"(DGC's sampled top-k (Lin et al., ICLR 2018).
+
+Entries at or above a threshold taken from a strided sample; more than k are cut to the k largest, for fewer than 0.8k
+the threshold is lowered. sample_fraction: share of a unit that is sampled, in (0, 1].)")
+      .def(
+          "__init__",
+          [](SampledTopK* self, double density, double sample_fraction) {
+            construct_checked(self, SampledTopK{density, sample_fraction});
+          },
+          "density"_a = 0.001, "sample_fraction"_a = SampledTopK{}.sample_fraction)
+      .def_ro("density", &SampledTopK::density)
+      .def_ro("sample_fraction", &SampledTopK::sample_fraction)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__repr__",
+           [](const SampledTopK& s) {
+             return expression("SampledTopK",
+                               {{"density", value(s.density)}, {"sample_fraction", value(s.sample_fraction)}});
+           })
+      .def("__getstate__", [](const SampledTopK& s) { return std::tuple(s.density, s.sample_fraction); })
+      .def("__setstate__", [](SampledTopK& s, const std::tuple<double, double>& t) {
+        new (&s) SampledTopK{std::get<0>(t), std::get<1>(t)};
       });
 }
 
@@ -506,6 +552,8 @@ Schedule.in_epochs(steps_per_epoch, ramp_epochs=4).)");
 }
 
 }  // namespace
+
+Side parse_side(const std::string& name) { return parse(kSides, "side", name); }
 
 void bind_options(nb::module_& m) {
   bind_selectors(m);

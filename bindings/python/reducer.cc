@@ -365,20 +365,23 @@ changed.)")
 
   m.def(
       "select",
-      [](const Selector& selector, const FloatArray& values, std::uint32_t seed) {
+      [](const Selector& selector, const FloatArray& values, std::uint32_t seed, const std::string& side_name) {
+        const Side side = parse_side(side_name);
         SparseGradient selected;
         {
           const nb::gil_scoped_release release;
           const UnitSegment unit{values.data(), values.size(), 0};
-          select(selector, {&unit, 1}, seed, selected);
+          select(selector, {&unit, 1}, seed, selected, side);
         }
         return nb::make_tuple(to_array(std::move(selected.indices)), to_array(std::move(selected.values)));
       },
-      "selector"_a, "values"_a.noconvert(), "seed"_a = 0,
-      nb::sig("def select(selector: TopK | TrimmedTopK | HashedSlots, values: typing.Any, seed: int = 0) "
+      "selector"_a, "values"_a.noconvert(), "seed"_a = 0, "side"_a = "both",
+      nb::sig("def select(selector: " THINWIRE_SELECTORS
+              ", values: typing.Any, seed: int = 0, side: typing.Literal['both', 'largest', 'smallest'] = 'both') "
               "-> tuple[typing.Any, typing.Any]"),
       R"(What a selector would send of values [n] f32: indices [nnz] u32 and values [nnz] f32.
 
+side: 'largest' for positive values only, 'smallest' for negative ones only.
 Free slots of HashedSlots(layout="a") have index 0xFFFFFFFF and value 0.)");
 }
 

@@ -50,7 +50,32 @@ struct HashedSlots {
   friend bool operator==(const HashedSlots&, const HashedSlots&) = default;
 };
 
-using Selector = std::variant<TopK, TrimmedTopK, HashedSlots>;
+/// RedSync's threshold binary search (arXiv 1808.04357, communication-set selection): entries above
+/// mean + r·(max - mean) of the magnitudes (under a side, of the signed values), r being bisected in [0, 1] until k to
+/// capacity of them are left. The authors stop when r is known to some width, which on heavy tails leaves the count orders
+/// of magnitude off k; this stops on the count alone. Returns the nnz largest, k <= nnz <= 1.25k; where no r leaves such a
+/// count (ties, fewer than k above the mean), the k largest exactly, which counts as a fallback.
+///
+/// With a SelectionMemory the r of a search serves the selections that follow, with fresh mean and max, in one sweep. Their
+/// count is checked: beyond capacity the largest are kept, below k/2 the search is repeated, as a fallback.
+struct ThresholdSearch {
+  double density = 0.001;
+  std::uint32_t reuse_interval = 5;  ///< selections that one search serves, itself included; 1: each searches
+  friend bool operator==(const ThresholdSearch&, const ThresholdSearch&) = default;
+};
+
+/// DGC's sampled top-k (Lin et al., ICLR 2018): entries at or above a threshold taken from a strided sample that starts at
+/// random. More than k of them: the k largest. Fewer than 0.8k: the threshold is lowered by a fifth, ten times at most,
+/// each a sweep and a fallback; then what is there is taken. Returns the nnz largest, nnz <= k.
+struct SampledTopK {
+  double density = 0.001;
+  /// Share of the unit that is sampled, in (0, 1]; at least 2 expected survivors are sampled for. Where the stride would
+  /// fall below 11, the whole unit is read and the selection is exact.
+  double sample_fraction = 0.01;
+  friend bool operator==(const SampledTopK&, const SampledTopK&) = default;
+};
+
+using Selector = std::variant<TopK, TrimmedTopK, HashedSlots, ThresholdSearch, SampledTopK>;
 
 /// "top_k(density=0.001)", "hashed_slots(density=0.001, layout=b, sample_fraction=0.01)", …
 std::string to_string(const Selector& selector);
@@ -90,7 +115,7 @@ struct SelectionTask {
 ///     for each block, in order, with the side's hits at or above selection.bound():  selection.collect(block);
 ///     selection.finish(out, taken);                  // may read the unit again
 ///
-/// Reusable: memory is kept between units. Scratch: at most 2·capacity + 4096 entries, O(slots) for HashedSlots.
+/// Reusable: memory is kept between units. Scratch: about 2·capacity + 4096 entries, O(slots) for HashedSlots.
 class Selection {
  public:
   Selection();
@@ -108,7 +133,8 @@ class Selection {
   /// Instead of `finish`: puts back whatever was taken out.
   void abandon() noexcept;
 
-  /// Sweeps beyond the expected ones that the last selection needed because a sampled bound was too high.
+  /// Sweeps beyond the expected ones that the last selection needed because a sampled or reused bound was too high, and
+  /// searches that found no threshold.
   std::size_t fallbacks() const noexcept;
 
  private:

@@ -17,6 +17,18 @@ inline constexpr double kTopKRetrySigmas = 12.0;
 // HashedSlots: candidates that the threshold's sample should hold; the threshold's rank is then off by about 1/sqrt(64).
 inline constexpr double kHashedSampleSurvivors = 64.0;
 
+// ThresholdSearch: 8 to 11 halvings land on a count in practice, 30 leave no two magnitudes apart that f32 can tell. The
+// sweeps before them lower r as the authors' trimmed top-k does.
+inline constexpr int kThresholdSearchProbes = 30;
+inline constexpr double kThresholdSearchTrim = 0.2;
+
+// SampledTopK, as in DGC's code: expected survivors in the sample, the share of k that is enough, by how much and how often
+// the threshold is lowered.
+inline constexpr double kSampledTopKSurvivors = 2.0;
+inline constexpr double kSampledTopKEnough = 0.8;
+inline constexpr double kSampledTopKLower = 0.8;
+inline constexpr int kSampledTopKRounds = 10;
+
 // Samples lie apart: the one this many ahead is asked for while one is read.
 inline constexpr std::size_t kSamplePrefetch = 16;
 

@@ -133,6 +133,11 @@ void Candidates::cut() {
   (*put_back_)(lost_);
 }
 
+std::span<const float> Candidates::best() {
+  cut();
+  return {held_.values.data(), held_.count};
+}
+
 void Candidates::finish(SparseGradient& out, TakenEntries& taken) {
   cut();
   const auto count = static_cast<std::ptrdiff_t>(held_.count);

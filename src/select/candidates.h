@@ -1,6 +1,7 @@
 // Candidates of a selection: everything at or above a bound, cut back to the k best whenever too many pile up.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -41,6 +42,12 @@ class Candidates {
   /// True if the k best of the unit are among those held, or the bound was so low that all of its entries are.
   bool complete() const noexcept { return found_ >= k_ || first_bound_ <= 1; }
   std::uint32_t first_bound() const noexcept { return first_bound_; }
+  /// How many reached the bound; more than k if one was passed over since, because more than k had done so before.
+  std::size_t found() const noexcept { return found_; }
+  /// The values of the min(k, found) best, ascending by index; until the next call.
+  std::span<const float> best();
+  /// Lets only the `k` best stay, if they are fewer than at `begin`.
+  void limit(std::size_t k) noexcept { k_ = std::min(k_, k); }
 
   /// The min(k, found) best, ascending by index, go to `out`, and where they were taken out, to `taken`.
   void finish(SparseGradient& out, TakenEntries& taken);

@@ -12,7 +12,9 @@
 #include "core/magnitude.h"
 #include "select/blocks.h"
 #include "select/hashed_slots.h"
+#include "select/sampled_top_k.h"
 #include "select/select_kernels.h"
+#include "select/threshold_search.h"
 #include "select/top_k.h"
 #include "select/trimmed_top_k.h"
 
@@ -47,6 +49,12 @@ std::string to_string(const Selector& selector) {
                         << ", layout=" << (s.layout == HashedSlots::Layout::a ? 'a' : 'b')
                         << ", sample_fraction=" << s.sample_fraction << ")";
                  },
+                 [&](const ThresholdSearch& s) {
+                   text << "threshold_search(density=" << s.density << ", reuse_interval=" << s.reuse_interval << ")";
+                 },
+                 [&](const SampledTopK& s) {
+                   text << "sampled_top_k(density=" << s.density << ", sample_fraction=" << s.sample_fraction << ")";
+                 },
              },
              selector);
   return text.str();
@@ -63,6 +71,14 @@ void validate(const Selector& selector) {
                  [](const HashedSlots& s) {
                    require_share(s.density, "HashedSlots", "density");
                    require_share(s.sample_fraction, "HashedSlots", "sample_fraction");
+                 },
+                 [](const ThresholdSearch& s) {
+                   require_share(s.density, "ThresholdSearch", "density");
+                   require(s.reuse_interval >= 1, "reuse_interval of ThresholdSearch is 0, not at least 1");
+                 },
+                 [](const SampledTopK& s) {
+                   require_share(s.density, "SampledTopK", "density");
+                   require_share(s.sample_fraction, "SampledTopK", "sample_fraction");
                  },
              },
              selector);
@@ -81,8 +97,9 @@ std::size_t target_count(const Selector& selector, std::size_t numel) noexcept {
 std::size_t capacity(const Selector& selector, std::size_t numel) noexcept {
   const std::size_t k = target_count(selector, numel);
   const auto* hashed = std::get_if<HashedSlots>(&selector);
-  if (hashed == nullptr || hashed->layout == HashedSlots::Layout::a) return k;
-  return std::min(numel, k + (k + 3) / 4);
+  const bool may_exceed = std::holds_alternative<ThresholdSearch>(selector) ||
+                          (hashed != nullptr && hashed->layout == HashedSlots::Layout::b);
+  return may_exceed ? std::min(numel, k + (k + 3) / 4) : k;
 }
 
 struct Selection::Impl {
@@ -92,6 +109,8 @@ struct Selection::Impl {
   TopKSelection top_k;
   TrimmedTopKSelection trimmed;
   HashedSlotsSelection hashed;
+  ThresholdSearchSelection search;
+  SampledTopKSelection sampled;
   std::size_t method = 0;  // index of the selector in the variant
 
   // What f yields for the selection of the method in use.
@@ -99,7 +118,9 @@ struct Selection::Impl {
   auto with_method(const F& f) {
     if (method == 0) return f(top_k);
     if (method == 1) return f(trimmed);
-    return f(hashed);
+    if (method == 2) return f(hashed);
+    if (method == 3) return f(search);
+    return f(sampled);
   }
 };
 
@@ -121,6 +142,10 @@ void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t see
                  [&](const TopK&) { impl_->top_k.begin(source, k); },
                  [&](const TrimmedTopK& s) { impl_->trimmed.begin(source, k, s.epsilon); },
                  [&](const HashedSlots& s) { impl_->hashed.begin(source, s, k, capacity(selector, impl_->numel)); },
+                 [&](const ThresholdSearch& s) {
+                   impl_->search.begin(source, s, k, capacity(selector, impl_->numel), task.memory);
+                 },
+                 [&](const SampledTopK& s) { impl_->sampled.begin(source, s, k); },
              },
              selector);
 }
@@ -145,6 +170,7 @@ void Selection::abandon() noexcept {
 }
 
 std::size_t Selection::fallbacks() const noexcept {
+  if (impl_->numel == 0) return 0;
   return impl_->with_method([](const auto& selection) { return selection.fallbacks(); });
 }
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire
-from thinwire import Codec, HashedSlots, ParameterRule, ReducerOptions, Schedule, TopK, TrimmedTopK
+from thinwire import Codec, HashedSlots, ParameterRule, ReducerOptions, SampledTopK, Schedule, ThresholdSearch, TopK, TrimmedTopK
 
 densities = st.floats(1e-6, 1.0)
 fractions = st.floats(1e-3, 0.999)
@@ -21,6 +21,8 @@ selectors = st.one_of(
     st.builds(TopK, densities),
     st.builds(TrimmedTopK, densities, fractions),
     st.builds(HashedSlots, densities, st.sampled_from("ab"), fractions),
+    st.builds(ThresholdSearch, densities, st.integers(1, 2**32 - 1)),
+    st.builds(SampledTopK, densities, fractions),
 )
 f32 = st.floats(0, 0.984375, width=32)
 rules = st.builds(
@@ -98,6 +100,8 @@ def test_changes_do_not_get_lost() -> None:
     [
         (lambda: thinwire.top_k(0.0), "density of TopK is 0, not in (0, 1]"),
         (lambda: thinwire.redsync(1.5), "density of TrimmedTopK is 1.5, not in (0, 1]"),
+        (lambda: ThresholdSearch(reuse_interval=0), "reuse_interval of ThresholdSearch is 0, not at least 1"),
+        (lambda: SampledTopK(sample_fraction=0), "sample_fraction of SampledTopK is 0, not in (0, 1]"),
         (lambda: HashedSlots(layout="c"), "layout is 'c', expected 'a' or 'b'"),
         (lambda: ReducerOptions(unit="model"), "unit is 'model', expected 'parameter' or 'bucket'"),
         (lambda: ReducerOptions(momentum=1.0).validate(), "momentum is 1.0"),
@@ -288,6 +292,20 @@ def test_select() -> None:
     indices, values = thinwire.select(TopK(0.2), np.array([1, -5, 3, 0, -4, 2, 0, 0, 1, 1], dtype=np.float32))
     assert np.from_dlpack(indices).tolist() == [1, 4]
     assert np.from_dlpack(values).tolist() == [-5, -4]
+
+
+@pytest.mark.parametrize(
+    "selector", [TopK(0.2), TrimmedTopK(0.2), HashedSlots(0.2), ThresholdSearch(0.2), SampledTopK(0.2)], ids=repr
+)
+def test_select_one_side(selector: object) -> None:
+    given = np.array([1, -5, 3, 0, -4, 2, 0, 0, 1, 1], dtype=np.float32)
+    for side, sign in (("largest", 1), ("smallest", -1)):
+        indices, values = (np.from_dlpack(part) for part in thinwire.select(selector, given, side=side))
+        assert len(values) > 0
+        assert (values * sign > 0).all()
+        assert (given[indices] == values).all()
+    with pytest.raises(thinwire.Error, match="side is 'top', expected 'both' or 'largest' or 'smallest'"):
+        thinwire.select(selector, given, side="top")
 
 
 def test_works_without_torch() -> None:

@@ -130,8 +130,103 @@ inline SparseGradient hashed_slots(const HashedSlots& how, UnitView unit, std::u
   return out;
 }
 
-inline SparseGradient select(const Selector& selector, UnitView unit, std::uint32_t seed, Side side = Side::both) {
+/// Mean and maximum of the magnitudes, or of the values with the sign that makes the side positive; between them the
+/// threshold t(r).
+struct Statistics {
+  double mean = 0;
+  double max = 0;
+  double threshold(double ratio) const { return mean + ratio * (max - mean); }
+};
+inline Statistics statistics(UnitView unit, Side side) {
+  Statistics result;
+  double count = 0;
+  for (const UnitSegment& segment : unit)
+    for (std::size_t i = 0; i < segment.numel; ++i, ++count) {
+      const double value = segment.values[i];
+      const double term = side == Side::both ? std::abs(value) : side == Side::largest ? value : -value;
+      result.mean += term;
+      result.max = std::max(result.max, term);
+    }
+  result.mean /= count;
+  return result;
+}
+inline std::size_t count_above(const std::vector<Entry>& entries, double threshold) {
+  return std::size_t(std::count_if(entries.begin(), entries.end(), [threshold](const Entry& entry) {
+    return entry.value != 0 && std::abs(double(entry.value)) > threshold;
+  }));
+}
+
+/// Bisection on r; stops on the count.
+inline SparseGradient threshold_search(const ThresholdSearch& how, UnitView unit, Side side,
+                                       SelectionMemory* memory = nullptr) {
+  const std::vector<Entry> entries = entries_of(unit, side);
+  if (entries.empty()) return {};
+  const std::size_t k = target_count(how.density, entries.size());
+  const std::size_t capacity = std::min(entries.size(), static_cast<std::size_t>(std::ceil(1.25 * double(k))));
+  const Statistics stats = statistics(unit, side);
+  SelectionMemory none;
+  SelectionMemory& known = memory != nullptr ? *memory : none;
+  if (known.uses > 0 && known.uses < how.reuse_interval) {
+    const std::size_t count = count_above(entries, stats.threshold(known.ratio));
+    if (double(count) >= double(k) / 2) {
+      ++known.uses;
+      return ascending(largest(entries, std::min(count, capacity)));
+    }
+  }
+  double low = 0, high = 1;
+  for (int probe = 0; probe < 30; ++probe) {
+    const double ratio = (low + high) / 2;
+    const std::size_t count = count_above(entries, stats.threshold(ratio));
+    if (count >= k && count <= capacity) {
+      known = {ratio, 1};
+      return ascending(largest(entries, count));
+    }
+    (count < k ? high : low) = ratio;
+  }
+  known = {};
+  return ascending(largest(entries, k));
+}
+
+/// The stride and the first position of DGC's sample; a stride of 1 is the whole unit.
+struct Stride {
+  std::size_t start = 0;
+  std::size_t stride = 1;
+};
+inline Stride sample_positions(const SampledTopK& how, std::size_t numel, std::uint32_t seed) {
+  const double wanted = std::max(std::ceil(how.sample_fraction * double(numel)), std::ceil(2 / how.density));
+  auto stride = static_cast<std::size_t>(double(numel) / wanted);
+  while (stride > 1 && (stride % 2 == 0 || stride % 3 == 0 || stride % 5 == 0 || stride % 7 == 0)) --stride;
+  if (stride <= 1) return {};
+  return {draw(hash_counter(0, seed ^ 0x9E3779B9u), stride), stride};
+}
+
+inline SparseGradient sampled_top_k(const SampledTopK& how, UnitView unit, std::uint32_t seed, Side side) {
+  std::vector<Entry> entries = entries_of(unit, side);
+  if (entries.empty()) return {};
+  const std::size_t k = target_count(how.density, entries.size());
+  const Stride sampled = sample_positions(how, entries.size(), seed);
+  std::uint32_t threshold = 1;
+  if (sampled.stride > 1) {
+    std::vector<std::uint32_t> keys;
+    for (std::size_t i = sampled.start; i < entries.size(); i += sampled.stride) keys.push_back(key(entries[i].value));
+    std::sort(keys.begin(), keys.end(), std::greater<>());
+    threshold = std::max(1u, keys[static_cast<std::size_t>(std::ceil(double(keys.size()) * how.density)) - 1]);
+  }
+  const auto reached = [&](const Entry& entry) { return key(entry.value) >= threshold; };
+  for (int round = 0; round < 10 && threshold > 1; ++round) {
+    if (double(std::count_if(entries.begin(), entries.end(), reached)) >= 0.8 * double(k)) break;
+    threshold = std::max(1u, key(float(0.8 * double(std::bit_cast<float>(threshold)))));
+  }
+  std::erase_if(entries, [&](const Entry& entry) { return !reached(entry); });
+  return ascending(largest(entries, k));
+}
+
+inline SparseGradient select(const Selector& selector, UnitView unit, std::uint32_t seed, Side side = Side::both,
+                             SelectionMemory* memory = nullptr) {
   if (const auto* hashed = std::get_if<HashedSlots>(&selector)) return hashed_slots(*hashed, unit, seed, side);
+  if (const auto* search = std::get_if<ThresholdSearch>(&selector))
+    return threshold_search(*search, unit, side, memory);
+  if (const auto* sampled = std::get_if<SampledTopK>(&selector)) return sampled_top_k(*sampled, unit, seed, side);
   return top_k(unit, density(selector), side);
 }
 
