@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from . import plan
 from ._errors import Error, ErrorCode
 from ._thinwire import (
     Codec,
@@ -58,6 +59,7 @@ __all__ = [
     "dense",
     "dragonn",
     "make_thread_communicators",
+    "plan",
     "redsync",
     "select",
     "top_k",
