@@ -1,10 +1,13 @@
 // What hashing into slots does to a gradient, against theory. l candidates in S slots, i.e. HashedSlots of k = 1 % of a
 // unit: A has l = 2k, S = k; B has l = k, S = 4k. The larger magnitude wins a slot, so the candidate of rank j (0 = largest)
 // survives iff none of the j larger ones shares its slot, with probability (1-1/S)^j. Seeds are fixed; tolerances are
-// multiples of the standard deviation of what is averaged, kSigmas unless said.
+// multiples of the standard deviation of what is averaged, kSigmas unless said. What is measured goes to the report that
+// --gtest_output=xml:FILE writes.
 #include <algorithm>
+#include <iomanip>
 #include <numeric>
 #include <set>
+#include <sstream>
 
 #include "cases.h"
 #include "core/hash.h"
@@ -59,6 +62,15 @@ std::vector<float> scattered(std::size_t numel, std::size_t count, std::uint32_t
   return values;
 }
 
+std::string name(Layout layout) { return layout == Layout::a ? "a" : "b"; }
+
+/// Three decimals, for the report.
+void record(const std::string& what, double value) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(3) << value;
+  ::testing::Test::RecordProperty(what, text.str());
+}
+
 struct Average {
   double sum = 0, squares = 0, count = 0;
   void add(double value) {
@@ -87,8 +99,8 @@ TEST(DragonnTheory, CandidatesSurviveAsOccupancySays) {
   const int trials = 400 / kShrink;
   for (const std::size_t k : {100u, 400u})
     for (const Budget& budget : kBudgets) {
-      SCOPED_TRACE("layout " + std::string(budget.layout == Layout::a ? "a" : "b") + ", k = " + std::to_string(k) +
-                   ", " + std::to_string(budget.candidates) + " k candidates");
+      SCOPED_TRACE("layout " + name(budget.layout) + ", k = " + std::to_string(k) + ", " +
+                   std::to_string(budget.candidates) + " k candidates");
       const std::size_t numel = 10 * k;
       const double slots = slots_of(budget.layout, double(k));
       const double candidates = budget.candidates * double(k);
@@ -103,6 +115,9 @@ TEST(DragonnTheory, CandidatesSurviveAsOccupancySays) {
       const double deviation = kept_deviation(slots, candidates);
       EXPECT_NEAR(average.mean(), expected_kept(slots, candidates), kSigmas * deviation / std::sqrt(trials));
       EXPECT_NEAR(average.deviation() / deviation, 1.0, kSigmas / std::sqrt(2.0 * trials));
+      std::ostringstream what;
+      what << name(budget.layout) << "." << budget.candidates << "k" << (budget.equal ? ".equal" : "");
+      if (k == 400) record(what.str(), average.mean() / double(k));
       // (1-1/S)^l has come to e^(-l/S) up to l/(2S^2): 0.2 % of k for k = 100.
       EXPECT_NEAR(expected_kept(slots, candidates) / double(k), budget.kept, 0.0005 + 0.2 / double(k));
     }
@@ -177,7 +192,7 @@ TEST(DragonnTheory, SurvivalFollowsRank) {
   const int trials = 4000 / kShrink;
   for (const Layout layout : {Layout::a, Layout::b})
     for (const bool equal : {false, true}) {
-      SCOPED_TRACE(std::string(layout == Layout::a ? "layout a, " : "layout b, ") + (equal ? "equal" : "distinct"));
+      SCOPED_TRACE("layout " + name(layout) + (equal ? ", equal" : ", distinct"));
       const double slots = slots_of(layout, 50);
       const auto candidates = std::size_t(candidates_of(layout, 50));
       const std::vector<float> values = scattered(candidates, candidates, 11, equal);  // nothing but candidates
@@ -212,6 +227,10 @@ TEST(DragonnTheory, SurvivalDoesNotDependOnThePlace) {
 
 enum class Shape { normal, laplace, student_t3, nearly_equal };
 constexpr std::array<Shape, 4> kShapes = {Shape::normal, Shape::laplace, Shape::student_t3, Shape::nearly_equal};
+std::string name(Shape shape) {
+  constexpr std::array<const char*, 4> kNames = {"normal", "laplace", "student_t3", "nearly_equal"};
+  return kNames[static_cast<std::size_t>(shape)];
+}
 
 std::vector<float> values_of(Shape shape, std::size_t numel, std::uint32_t seed) {
   if (shape == Shape::normal) return make_values(Distribution::normal, numel, seed);
@@ -267,10 +286,16 @@ TEST(DragonnTheory, HashingIsAContraction) {
     for (const double density : {0.01, 0.05})
       for (const Layout layout : {Layout::a, Layout::b})
         for (const Shape shape : kShapes) {
-          SCOPED_TRACE("shape " + std::to_string(int(shape)) + ", density " + std::to_string(density) + ", layout " +
-                       (layout == Layout::a ? "a" : "b") + ", " + std::to_string(numel) + " elements");
+          SCOPED_TRACE(name(shape) + ", density " + std::to_string(density) + ", layout " + name(layout) + ", " +
+                       std::to_string(numel) + " elements");
           const Contraction c =
               contraction_of(values_of(shape, numel, 31 + std::uint32_t(shape)), density, layout, trials);
+          if (density == 0.01) {
+            const std::string what = name(shape) + "." + name(layout) + ".";
+            record(what + "sent", 1 - c.measured);
+            record(what + "uniform_winner", 1 - c.uniform_winner);
+            record(what + "delta", 1 - c.bound);
+          }
           EXPECT_NEAR(c.measured, c.exact, kSigmas * c.error + 1e-9);
           EXPECT_LE(c.exact, c.uniform_winner + 1e-12);
           EXPECT_LE(c.uniform_winner, c.bound + 1e-12);
@@ -316,8 +341,7 @@ TEST(DragonnTheory, AGradientLeavesTheResidualGeometrically) {
       const std::vector<Average> over = residuals_over(kSteps, 16 / kShrink, layout, shape, false);
       for (int t = 1; t <= kSteps; ++t) {
         const Average& left = over[std::size_t(t) - 1];
-        EXPECT_LE(left.mean(), std::pow(1 - delta, t) + kSigmas * left.error())
-            << "shape " << int(shape) << ", t " << t;
+        EXPECT_LE(left.mean(), std::pow(1 - delta, t) + kSigmas * left.error()) << name(shape) << ", t " << t;
         EXPECT_GT(left.mean(), 0.0);
       }
     }
@@ -336,7 +360,7 @@ TEST(DragonnTheory, TheResidualStaysBounded) {
       for (int t = 1; t <= kSteps; ++t) {
         bound += std::pow(1 - delta, 0.5 * t);
         const Average& left = over[std::size_t(t) - 1];
-        EXPECT_LE(std::sqrt(left.mean() + kSigmas * left.error()), bound) << "shape " << int(shape) << ", t " << t;
+        EXPECT_LE(std::sqrt(left.mean() + kSigmas * left.error()), bound) << name(shape) << ", t " << t;
       }
     }
   }
@@ -377,6 +401,8 @@ TEST(DragonnTheory, APlainSampleIsTooNoisyForSmallTensors) {
       below += (selected < spread.low) / double(spread.trials);
       above += (selected > spread.high) / double(spread.trials);
     }
+    record("below." + std::to_string(spread.numel), below);
+    record("above." + std::to_string(spread.numel), above);
     const double tolerance = kSigmas * std::sqrt(0.05 * 0.95 / spread.trials) + 0.004;
     EXPECT_NEAR(below, 0.05, tolerance) << spread.numel << " elements";
     EXPECT_NEAR(above, 0.05, tolerance) << spread.numel << " elements";
@@ -406,7 +432,7 @@ TEST(DragonnTheory, ThinwiresThresholdIsAsGoodForSmallTensors) {
   SparseGradient out;
   for (const auto& [log2, trials] : {std::pair{17, 200}, std::pair{20, 50}, std::pair{22, 12}})
     for (const Layout layout : {Layout::a, Layout::b}) {
-      SCOPED_TRACE("2^" + std::to_string(log2) + " elements, layout " + (layout == Layout::a ? "a" : "b"));
+      SCOPED_TRACE("2^" + std::to_string(log2) + " elements, layout " + name(layout));
       const std::vector<float> values = ranks_as_values(1u << log2);
       const double rank = candidates_of(layout, std::round(0.001 * double(values.size())));
       Average average;
@@ -416,6 +442,8 @@ TEST(DragonnTheory, ThinwiresThresholdIsAsGoodForSmallTensors) {
         average.add(selected);
         outside += std::fabs(selected - 1) > 2 * 0.125;
       }
+      record("mean.2_to_" + std::to_string(log2) + "." + name(layout), average.mean());
+      record("deviation.2_to_" + std::to_string(log2) + "." + name(layout), average.deviation());
       EXPECT_NEAR(average.mean(), 1.0, kSigmas * 0.125 / std::sqrt(trials) + 0.02);
       EXPECT_NEAR(average.deviation() / 0.125, 1.0, kSigmas / std::sqrt(2.0 * trials));
       EXPECT_LE(outside, 0.1 * trials + kSigmas * std::sqrt(0.1 * 0.9 * trials));  // of the 5 to 95 percentile
@@ -512,6 +540,7 @@ TEST(DragonnTheory, AFixedLoserIsSentSoonerOrLater) {
         if (step == 1) left.insert(std::vector<float>(residual.begin(), residual.end()));
       }
       const double expected = std::pow(loses, step);
+      if (communicator.rank() == 0) record("still_waiting." + std::to_string(step), holding / kUnits);
       EXPECT_NEAR(holding / kUnits, expected, kSigmas * std::sqrt(expected * (1 - expected) / kUnits)) << step;
       waited += holding / kUnits;
     }
