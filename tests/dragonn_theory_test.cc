@@ -337,11 +337,15 @@ TEST(DragonnTheory, AGradientLeavesTheResidualGeometrically) {
   constexpr int kSteps = 12;
   for (const Layout layout : {Layout::a, Layout::b}) {
     const double delta = delta_of(layout, 100, 2000);
+    // Of ‖v‖² after one step where all magnitudes are equal; a few runs alone do not tell.
+    const double deviation = kept_deviation(slots_of(layout, 100), candidates_of(layout, 100)) / 2000;
     for (const Shape shape : kShapes) {
-      const std::vector<Average> over = residuals_over(kSteps, 16 / kShrink, layout, shape, false);
+      const int runs = 16 / kShrink;
+      const std::vector<Average> over = residuals_over(kSteps, runs, layout, shape, false);
       for (int t = 1; t <= kSteps; ++t) {
         const Average& left = over[std::size_t(t) - 1];
-        EXPECT_LE(left.mean(), std::pow(1 - delta, t) + kSigmas * left.error()) << name(shape) << ", t " << t;
+        const double error = std::max(left.error(), deviation * std::sqrt(double(t) / runs));
+        EXPECT_LE(left.mean(), std::pow(1 - delta, t) + kSigmas * error) << name(shape) << ", t " << t;
         EXPECT_GT(left.mean(), 0.0);
       }
     }
@@ -430,7 +434,7 @@ double last_rank_sent(const HashedSlots& how, const std::vector<float>& values, 
 // thinwire samples for 64 candidates whatever the size: the spread is 1/sqrt(64) everywhere.
 TEST(DragonnTheory, ThinwiresThresholdIsAsGoodForSmallTensors) {
   SparseGradient out;
-  for (const auto& [log2, trials] : {std::pair{17, 200}, std::pair{20, 50}, std::pair{22, 12}})
+  for (const auto& [log2, trials] : {std::pair{17, 100}, std::pair{20, 40}, std::pair{22, 10}})
     for (const Layout layout : {Layout::a, Layout::b}) {
       SCOPED_TRACE("2^" + std::to_string(log2) + " elements, layout " + name(layout));
       const std::vector<float> values = ranks_as_values(1u << log2);
