@@ -107,6 +107,8 @@ SELF_CHECK = [
     ("include/thinwire/select.h", "#include <thinwire/reducer.h>", True),
     ("include/thinwire/reducer.h", '#include "thinwire/thinwire.h"', True),
     ("include/thinwire/reducer.h", '#include "thinwire/missing.h"', True),
+    ("include/thinwire/reducer.h", '#include "thinwire/plan.h"', True),
+    ("src/reducer.cc", '#include "thinwire/plan.h"', True),
     ("src/residual/residual.cc", '#include "select/select_kernels.h"', True),
     ("src/core/lane.cc", '  #  include "thinwire/codec.h"', True),
     ("src/codec/codec.cc", '#include "../select/select_kernels.h"', True),
@@ -117,6 +119,7 @@ SELF_CHECK = [
     ("src/reducer.cc", '#include "thinwire/reducer.h"\n#include "select/select_kernels.h"', False),
     ("src/core/hash.cc", '#include "core/hash.h"\n#include "thinwire/sparse_gradient.h"', False),
     ("src/comm/thread_communicator.cc", '// #include "thinwire/reducer.h"', False),
+    ("src/plan/cost_model.cc", '#include "thinwire/plan.h"\n#include "thinwire/reducer.h"', False),
     ("bindings/python/module.cc", '#include "thinwire/thinwire.h"', False),
 ]
 
@@ -126,7 +129,7 @@ def self_check() -> list[str]:
     for name, text, refused in SELF_CHECK:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
-            headers = [f"include/thinwire/{m}.h" for rank in RANKS[:2] + RANKS[3:7] for m in rank]
+            headers = [f"include/thinwire/{m}.h" for rank in RANKS[:2] + RANKS[3:8] for m in rank]
             for empty in [*headers, "include/thinwire/thinwire.h", "src/core/hash.h", "src/select/select_kernels.h"]:
                 (root / empty).parent.mkdir(parents=True, exist_ok=True)
                 (root / empty).touch()

@@ -74,5 +74,6 @@ NB_MODULE(_thinwire, m) {
   bind_options(m);
   bind_communicator(m);
   bind_reducer(m);
+  bind_plan(m);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_reducers));
 }

@@ -25,3 +25,6 @@
 
 // All of it together: begin_step(), then one reduce() per bucket.
 #include "thinwire/reducer.h"
+
+// Whether it is worth it: what an exchange would take.
+#include "thinwire/plan.h"

@@ -1,4 +1,5 @@
-// A stranger's program: two ranks as threads compress a few steps, and nothing gets lost on the way.
+// A stranger's program: two ranks as threads compress a few steps, nothing gets lost on the way, and the cost model says
+// that it was worth it.
 #include <thinwire/thinwire.h>
 
 #include <cmath>
@@ -53,7 +54,9 @@ int main() {
   const double out = kRanks * sums[0].means + sums[0].residual + sums[1].residual;
   const bool something_travelled = sums[0].means != 0 && sums[0].residual != 0;
   const bool conserved = std::abs(in - out) < 1e-3 && sums[0].means == sums[1].means;
+  const bool worth_it =
+      thinwire::worth_compressing(kRanks, {.dense_bytes = 4.0 * kNumel, .density = 0.01}, {.seconds_per_byte = 8e-9});
   std::printf("thinwire %d.%d.%d: gradients %.6f, means and residuals %.6f\n", THINWIRE_VERSION_MAJOR,
               THINWIRE_VERSION_MINOR, THINWIRE_VERSION_PATCH, in, out);
-  return something_travelled && conserved ? EXIT_SUCCESS : EXIT_FAILURE;
+  return something_travelled && conserved && worth_it ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from . import plan
 from ._errors import Error, ErrorCode
 from ._thinwire import (
     Codec,
@@ -65,6 +66,7 @@ __all__ = [
     "dgc",
     "dragonn",
     "make_thread_communicators",
+    "plan",
     "redsync",
     "redsync_quantized",
     "select",
