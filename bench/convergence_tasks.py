@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from convergence_report import CONTROL, NO_WARM_UP, SMALL_SPARSE, SWITCH
 from convergence_workers import FlatModel, Workers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,21 +22,13 @@ import fashion_mnist_data
 import king_james_data
 import training
 import word_lm
-from king_james_data import TextError
-from training import CONTROL
 
 import thinwire
 
-__all__ = ["TASKS", "DatasetError", "Job", "TextError", "run"]
-
-DatasetError = fashion_mnist_data.DatasetError
 DENSE_STEPS = 100  # at the beginning of a run
 CHECK_EVERY = 100  # steps: nothing lost, and the same means on all workers
-CURVE_EVERY = 10  # steps to a point of a loss curve
 LAST_DENSE = 200  # steps at the end of a run that switches back
 QUICK_STEPS, QUICK_DENSE, QUICK_CHECK, QUICK_LAST = 40, 10, 10, 10
-NO_WARM_UP, SMALL_SPARSE, SWITCH = "no dense warm-up", "small tensors sparse", "switch"
-VARIANTS = ("", CONTROL, NO_WARM_UP, SMALL_SPARSE, SWITCH)
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Job:
     density: float  # 1 for dense
     ranks: int  # workers; 1 for dense: the mean over workers is that over the batch
     seed: int
-    variant: str = ""  # of VARIANTS
+    variant: str = ""  # CONTROL and what else convergence_report names
 
     def name(self) -> str:
         """For files."""
@@ -129,7 +122,12 @@ class WordTask:
 
 
 Task = ImageTask | WordTask
-TASKS: dict[str, type[ImageTask] | type[WordTask]] = {"T1s": ImageTask, "T2": WordTask, "T1": ImageTask, "T3": ImageTask}
+TASKS: dict[str, type[ImageTask] | type[WordTask]] = {
+    "T1s": ImageTask,
+    "T2": WordTask,
+    "T1": ImageTask,
+    "T3": ImageTask,
+}
 
 
 @functools.lru_cache
@@ -171,9 +169,6 @@ def run(job: Job, quick: bool = False) -> dict:
     task = TASKS[job.task](job.task, job.seed, quick)
     flat = FlatModel(task.model)
     measured = _train_dense(task, flat) if job.method == "dense" else _train_workers(job, task, flat, quick)
-    losses = measured.pop("losses")
-    points = range(0, len(losses), CURVE_EVERY)
-    curve = [[min(i + CURVE_EVERY, len(losses)), round(fmean(losses[i : i + CURVE_EVERY]), 5)] for i in points]
     return {
         **asdict(job),
         "metric": task.metric,
@@ -182,7 +177,6 @@ def run(job: Job, quick: bool = False) -> dict:
         "parameters": len(flat.flat),
         "dense_bytes_per_step": 2 * (job.ranks - 1) / job.ranks * 4 * len(flat.flat),
         **measured,
-        "loss_curve": curve,
         "seconds": round(time.perf_counter() - begin, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
@@ -202,7 +196,7 @@ def _train_dense(task: Task, flat: FlatModel) -> dict:
         if task.clip_norm:
             nn.utils.clip_grad_norm_([flat.flat], task.clip_norm)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(round(loss.item(), 5))
         if step + 1 in evaluate_after:
             evaluations.append([step + 1, round(task.evaluate(), 4)])
     return {"losses": losses, "metric_curve": evaluations, "bytes_sent_per_step": None, "density_sent": 1.0}
@@ -230,7 +224,7 @@ def _train_workers(job: Job, task: Task, flat: FlatModel, quick: bool) -> dict:
         check = (step + 1) % check_every == 0 or step == task.dense_steps
         stats = workers.reduce(gradients, mode, check)
         optimizer.step()
-        losses.append(fmean(shares))
+        losses.append(round(fmean(shares), 5))
         if stats[0].active:
             sent.append(fmean(one.bytes_sent for one in stats))
             density.append(fmean(one.density for one in stats))
@@ -244,5 +238,5 @@ def _train_workers(job: Job, task: Task, flat: FlatModel, quick: bool) -> dict:
         "metric_curve": evaluations,
         "bytes_sent_per_step": round(fmean(sent), 1),
         "density_sent": round(fmean(density), 7),
-        **({"step_losses": [round(loss, 5) for loss in losses]} if job.variant == SWITCH else {}),
+        **({"switched_after": [task.dense_steps, task.steps - last_dense]} if job.variant == SWITCH else {}),
     }

@@ -11,6 +11,7 @@ import thinwire
 
 TIMEOUT = 300.0  # seconds, for a worker that has stalled
 ROUNDING = 4 * np.finfo(np.float32).eps  # of a handful of f32 operations, relative to their largest operand
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)  # velocities of dead units decay down to it
 CLIP_ROUNDING = 1e-5  # the same where the factor of clipping is known to a few digits only
 
 
@@ -165,7 +166,7 @@ def check_step(
         mean = means[0, here].astype(np.float64)
         wrong = untouched & (np.abs(mean) > (0.0 if rounding == ROUNDING else rounding * size))
         if balanced:
-            wrong |= np.abs(sent / ranks - mean) > rounding * size
+            wrong |= np.abs(sent / ranks - mean) > rounding * size + ranks * SMALLEST
         if wrong.any():
             at = int(np.argmax(wrong))
             raise ConservationError(

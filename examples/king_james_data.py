@@ -65,7 +65,7 @@ def split(verses: list[str]) -> dict[str, list[str]]:
 def vocabulary(tokens: list[str], size: int) -> list[str]:
     """The size - 1 most frequent tokens, of equally frequent ones the first by name; then UNKNOWN."""
     counts = Counter(tokens)
-    return sorted(counts, key=lambda word: (-counts[word], word))[: size - 1] + [UNKNOWN]
+    return [*sorted(counts, key=lambda word: (-counts[word], word))[: size - 1], UNKNOWN]
 
 
 def load(size: int) -> Corpus:

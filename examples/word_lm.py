@@ -1,7 +1,7 @@
 """Trains a word language model on the King James Bible under DistributedDataParallel, with and without thinwire.
 
     torchrun --nproc-per-node 4 examples/word_lm.py --method redsync --density 0.01 --seed 1 --out run.json
-    torchrun --nproc-per-node 4 examples/word_lm.py --vocabulary 10000 --width 1500      # the papers' shape; slow on CPU
+    torchrun --nproc-per-node 4 examples/word_lm.py --vocabulary 10000 --width 1500    # the papers' shape; slow on CPU
 
 A tied embedding and an LSTM of two layers. The text is cut into 20 streams that the ranks share; a step reads 20 words
 of each and hands the hidden state on. Ranks are processes on CPU, one thread each, connected by Gloo.
