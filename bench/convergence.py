@@ -111,7 +111,6 @@ class Runs:
 
 def run_and_write(job: Job, folder: Path, digest: str, quick: bool) -> dict:
     """One run, in a process of the pool."""
-    os.nice(5)
     measured = {**run(job, quick), "digest": digest}
     Runs(folder).write(job, measured)
     return measured

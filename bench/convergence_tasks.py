@@ -28,7 +28,7 @@ import thinwire
 DENSE_STEPS = 100  # at the beginning of a run
 CHECK_EVERY = 100  # steps: nothing lost, and the same means on all workers
 LAST_DENSE = 200  # steps at the end of a run that switches back
-QUICK_STEPS, QUICK_DENSE, QUICK_CHECK, QUICK_LAST = 40, 10, 10, 10
+QUICK_STEPS, QUICK_DENSE, QUICK_CHECK, QUICK_LAST = 30, 10, 5, 10
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _images(quick: bool) -> tuple[fashion_mnist.Images, fashion_mnist.Images]:
     folder = fashion_mnist_data.locate()
     train_set, test_set = (fashion_mnist.read_images(folder, part) for part in ("train", "test"))
     if quick:
-        return train_set.first(QUICK_STEPS * fashion_mnist.BATCH), test_set.first(1000)
+        return train_set.first(QUICK_STEPS * fashion_mnist.BATCH), test_set.first(500)
     return train_set, test_set
 
 
