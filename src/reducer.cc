@@ -1,6 +1,10 @@
 // The spine: a gradient's way from backward to the mean. Everything here happens in the order in which it stands.
 #include "thinwire/reducer.h"
 
+#include <chrono>
+#include <set>
+#include <utility>
+
 #include "core/check.h"
 #include "core/lane.h"
 #include "reducer/job.h"
@@ -72,17 +76,56 @@ struct Reducer::Impl {
     job->number = jobs++;
     if (!in_step && !job->failure)
       job->failure = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "reduce was called before begin_step"));
-    if (!lane.submit([this, job] { run_or_fail(*job); })) {
-      const auto closed = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "the reducer is closed"));
-      job->work->finish(closed);
-      if (job->on_done) job->on_done(closed);
-    }
+    if (pipeline.clips(mode) && !released)
+      hold(job);
+    else
+      enqueue(job);
     return job->work;
+  }
+
+  void enqueue(const std::shared_ptr<Job>& job) {
+    if (lane.submit([this, job] { run_or_fail(*job); })) return;
+    const auto closed = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "the reducer is closed"));
+    job->work->finish(closed);
+    if (job->on_done) job->on_done(closed);
+  }
+
+  // Under local clipping: measures the job's gradient, and keeps the job until those of all parameters are there.
+  void hold(const std::shared_ptr<Job>& job) {
+    if (held.empty()) held_since = std::chrono::steady_clock::now();
+    held.push_back(job);
+    job->work->before_wait = [this] { fail_held(); };
+    for (const BucketSlice& slice : job->bucket.slices) awaited.erase(slice.name);
+    lane.submit([this, job] { pipeline.measure(*job); });
+    if (awaited.empty() || job->failure) release_held();
+  }
+
+  void release_held() {
+    released = true;
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - held_since;
+    lane.submit([this, waited] { pipeline.clip(waited.count()); });
+    for (const std::shared_ptr<Job>& job : std::exchange(held, {})) enqueue(job);
+  }
+
+  // Somebody waits, and the rest of the gradient has not come.
+  void fail_held() {
+    if (held.empty()) return;
+    const auto failure = std::make_exception_ptr(Error(
+        ErrorCode::invalid_argument, "clip_norm needs the gradients of all parameters before the first is sent, but " +
+                                         quoted(*awaited.begin()) + " was not reduced in this step"));
+    for (const std::shared_ptr<Job>& job : held) job->failure = failure;
+    release_held();
+  }
+
+  // Until no job is left.
+  void wait_idle() {
+    fail_held();
+    lane.wait_idle();
   }
 
   // Of the finished step, before its results are looked at.
   void settle() {
-    lane.wait_idle();
+    wait_idle();
     if (dead) std::rethrow_exception(dead);
     pipeline.settle_step();
   }
@@ -92,8 +135,13 @@ struct Reducer::Impl {
   std::exception_ptr dead;         // every rank knows, or cannot be told
   // Of the calling thread:
   std::uint64_t step = 0;
+  StepMode mode = StepMode::scheduled;
   bool in_step = false;
   std::uint32_t jobs = 0;
+  std::vector<std::shared_ptr<Job>> held;  // back until the whole gradient is there, for local clipping
+  std::set<std::string> awaited;           // parameters that have not been given to reduce in this step
+  std::chrono::steady_clock::time_point held_since;
+  bool released = false;  // whatever comes is not held back any more
   std::shared_ptr<std::atomic<std::int64_t>> waited_ns = std::make_shared<std::atomic<std::int64_t>>(0);
   Lane lane;  // last: its thread ends first
 };
@@ -108,7 +156,10 @@ void Reducer::begin_step(StepMode mode) {
   if (impl_->in_step) ++impl_->step;
   impl_->in_step = true;
   impl_->jobs = 0;
+  impl_->mode = mode;
+  impl_->released = false;
   impl_->waited_ns = std::make_shared<std::atomic<std::int64_t>>(0);
+  if (impl_->pipeline.clips(mode)) impl_->awaited = impl_->pipeline.names();
   impl_->pipeline.begin_step(impl_->step, mode);
 }
 
@@ -137,27 +188,30 @@ std::uint64_t Reducer::step() const noexcept { return impl_->step; }
 const ReducerOptions& Reducer::options() const noexcept { return impl_->pipeline.options; }
 
 StepStats Reducer::stats() {
-  impl_->lane.wait_idle();
+  impl_->wait_idle();
   StepStats stats = impl_->pipeline.stats;
   stats.exposed_wait_seconds = static_cast<double>(impl_->waited_ns->load()) * 1e-9;
   return stats;
 }
 
 const Residual& Reducer::residual() {
-  impl_->lane.wait_idle();
+  impl_->wait_idle();
   impl_->pipeline.settle_step();
   return impl_->pipeline.residual;
 }
 
 ReducerState Reducer::state() {
-  impl_->lane.wait_idle();
+  impl_->wait_idle();
   impl_->pipeline.settle_step();
-  return {.step = impl_->step + (impl_->in_step ? 1 : 0), .parameters = impl_->pipeline.residual.state()};
+  return {.step = impl_->step + (impl_->in_step ? 1 : 0),
+          .parameters = impl_->pipeline.residual.state(),
+          .selections = impl_->pipeline.selections};
 }
 
 void Reducer::load(const ReducerState& state) {
   impl_->settle();
   impl_->pipeline.residual.load(state.parameters);
+  impl_->pipeline.selections = state.selections;
   impl_->step = state.step;
   impl_->in_step = false;
 }
@@ -168,6 +222,7 @@ void Reducer::set_velocity(const std::string& name, std::span<const float> veloc
 }
 
 void Reducer::close() {
+  impl_->fail_held();
   impl_->lane.close();
   if (impl_->unannounced && !impl_->dead) impl_->pipeline.communicator.abort("it refused a payload");
 }

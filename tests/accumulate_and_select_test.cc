@@ -117,7 +117,8 @@ TEST(AccumulateAndSelect, PutsBackWhenTheBoundWasTooHigh) {
         out[looked_at] = looked_at < 800 ? values[run.offset + i] = 100.0f + static_cast<float>(looked_at) : 0.0f;
   };
   const std::vector<UnitSegment> view = {Residual::view(fused.unit[0]), Residual::view(fused.unit[1])};
-  selection.begin(selector, view, kSeed, {.peek = mislead, .put_back = {}});
+  selection.begin(selector, view, kSeed,
+                  {.side = Side::both, .memory = nullptr, .pass = {.peek = mislead, .put_back = {}}});
   selection.abandon();
 
   GradientBuffer gradient(values);

@@ -90,16 +90,24 @@ inline std::vector<float> dyadic_values(std::size_t numel, std::uint32_t seed, f
   return values;
 }
 
+inline constexpr std::array<Side, 3> kSides = {Side::both, Side::largest, Side::smallest};
+inline const char* to_string(Side side) {
+  constexpr std::array<const char*, 3> kNames = {"both", "largest", "smallest"};
+  return kNames[static_cast<std::size_t>(side)];
+}
+
 inline std::vector<Selector> selectors(double density) {
   return {TopK{density}, TrimmedTopK{density, 0.2}, HashedSlots{density, HashedSlots::Layout::a, 0.01},
           HashedSlots{density, HashedSlots::Layout::b, 0.01}};
 }
-inline constexpr std::array<Codec, 6> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
+inline constexpr std::array<Codec, 8> kCodecs = {{{IndexCoding::raw_u32, ValueCoding::f32},
                                                   {IndexCoding::raw_u32, ValueCoding::bf16},
                                                   {IndexCoding::raw_u32, ValueCoding::f16},
+                                                  {IndexCoding::raw_u32, ValueCoding::shared_mean},
                                                   {IndexCoding::elias_fano, ValueCoding::f32},
                                                   {IndexCoding::elias_fano, ValueCoding::bf16},
-                                                  {IndexCoding::elias_fano, ValueCoding::f16}}};
+                                                  {IndexCoding::elias_fano, ValueCoding::f16},
+                                                  {IndexCoding::elias_fano, ValueCoding::shared_mean}}};
 
 /// Those that a selector's order of entries allows.
 inline std::vector<Codec> codecs_for(const Selector& selector) {

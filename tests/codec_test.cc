@@ -330,6 +330,45 @@ TEST(Values, RoundToNearest) {
   EXPECT_TRUE(same_bits(values, std::vector<float>{0x1.fep127f, -0x1.fep127f}));
 }
 
+TEST(Values, ShareOneMean) {
+  for (const Distribution distribution : kDistributions)
+    for (const std::size_t count : {0, 1, 2, 15, 16, 17, 1000, 4096, 4097, 10'000}) {
+      const std::vector<float> values = make_values(distribution, count, 5);
+      std::vector<float> shared = values;
+      round_values(ValueCoding::shared_mean, shared);
+      ASSERT_TRUE(same_bits(shared, reference::received(ValueCoding::shared_mean, values))) << count;
+      double sum = 0;
+      for (const float value : values) sum += value;
+      if (count > 0) {
+        EXPECT_NEAR(shared.back(), sum / double(count), 1e-6 * std::fabs(sum)) << count;
+      }
+      std::vector<float> again = shared;
+      round_values(ValueCoding::shared_mean, again);
+      ASSERT_TRUE(same_bits(again, shared)) << count;
+      std::vector<std::uint32_t> indices(count);
+      for (std::uint32_t i = 0; i < count; ++i) indices[i] = 3 * i;
+      for (const IndexCoding index_coding : {IndexCoding::raw_u32, IndexCoding::elias_fano})
+        expect_round_trip({index_coding, ValueCoding::shared_mean}, 0, 3 * std::uint32_t(count) + 1, indices, shared);
+    }
+  std::vector<float> largest(5000, std::numeric_limits<float>::max());
+  round_values(ValueCoding::shared_mean, largest);
+  EXPECT_EQ(largest.front(), std::numeric_limits<float>::max());
+}
+
+// A section costs its indices and four bytes.
+TEST(Values, AMeanCostsFourBytes) {
+  const SectionShape shape{.dense = false, .capacity = 1000, .extent = 5000};
+  const auto bound = [&](ValueCoding values) { return payload_bound({IndexCoding::raw_u32, values}, 1, {&shape, 1}); };
+  EXPECT_EQ(bound(ValueCoding::f32) - bound(ValueCoding::shared_mean), 4000u);  // rounded up to 8
+}
+
+TEST(Codec, SharedMeanRefusesFreeSlots) {
+  Example example;
+  example.owned = {hashed_section(0, 40, 7, 8, {1, 9})};
+  example.codec = {IndexCoding::raw_u32, ValueCoding::shared_mean};
+  EXPECT_THROW(encoded(example, 4096), Error);
+}
+
 TEST(Values, AreTheSameOnEveryTarget) {
   for (const Codec& codec : kCodecs) {
     std::optional<reference::Bytes> first;

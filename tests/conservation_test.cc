@@ -95,13 +95,17 @@ class Path {
   std::size_t bucket_numel_ = 0;
 };
 
-/// v' + s == a for every element, where a is the accumulated value; what was not sent is a itself.
+/// v' + s == a for every element, where a is the accumulated value, or with a shared mean v' == a - s, rounded; what was
+/// not sent is a itself.
 ::testing::AssertionResult conserved(const reference::ResidualState& accumulated, const Path& path,
-                                     std::span<const std::byte> payload, bool masking) {
+                                     std::span<const std::byte> payload, bool masking, ValueCoding coding) {
   const std::vector<float> v = path.v(), u = path.u(), sent = path.decode(payload), entries = path.entries(payload);
   for (std::size_t i = 0; i < v.size(); ++i) {
     const bool was_sent = entries[i] != 0;
-    if (was_sent && bits_of(reference::add(v[i], sent[i])) != bits_of(accumulated.v[i]))
+    const bool holds = coding == ValueCoding::shared_mean
+                           ? bits_of(v[i]) == bits_of(reference::add(accumulated.v[i], -sent[i]))
+                           : bits_of(reference::add(v[i], sent[i])) == bits_of(accumulated.v[i]);
+    if (was_sent && !holds)
       return ::testing::AssertionFailure()
              << "element " << i << ": " << v[i] << " + " << sent[i] << " != " << accumulated.v[i];
     if (!was_sent && bits_of(v[i]) != bits_of(accumulated.v[i]))
@@ -131,7 +135,7 @@ std::vector<std::byte> run(const Case& c, const std::vector<std::vector<float>>&
     accumulated.u = path.u();
     reference::accumulate(accumulated, rule, gradients[step]);
     const std::vector<std::byte> payload = path.step(gradients[step], c.seed + step, masking);
-    EXPECT_TRUE(conserved(accumulated, path, payload, masking))
+    EXPECT_TRUE(conserved(accumulated, path, payload, masking, codec.values))
         << to_string(selector) << ", " << to_string(codec) << " on " << c << ", step " << step;
     append(payload);
     append(path.v());

@@ -222,7 +222,7 @@ TEST_F(Crafted, EntriesInWrongSlots) {
 TEST_F(Crafted, FieldsOfSections) {
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kKindAt, 2, 1));
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kIndexCodingAt, 2, 1));
-  EXPECT_TRUE(refuses(good(sparse), kSection + reference::kValueCodingAt, 3, 1));
+  EXPECT_TRUE(refuses(good(sparse), kSection + reference::kValueCodingAt, 4, 1));
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kSectionFlagsAt, 2, 1));
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kExtentAt, 33, 4)) << "past the bucket";
   EXPECT_TRUE(refuses(good(sparse), kSection + reference::kExtentAt, 0xFFFFFFFFu, 4)) << "past 32 bits";
@@ -300,6 +300,15 @@ TEST_F(Crafted, HalfValues) {
   const Bytes f16 = good(sparse, {IndexCoding::raw_u32, ValueCoding::f16});
   for (const int exponent : {-128, -126, 114, 127})
     EXPECT_TRUE(refuses(f16, kSection + reference::kExponentAt, std::uint64_t(exponent), 1)) << exponent;
+}
+
+TEST_F(Crafted, SharedMeans) {
+  const Bytes bytes = good(sparse, {IndexCoding::raw_u32, ValueCoding::shared_mean});
+  const std::size_t mean = kIndices + 4 * 3;
+  for (const std::uint64_t bad : {0x7f800000u, 0xff800000u, 0x7fc00000u})
+    EXPECT_TRUE(refuses(bytes, mean, bad, 4)) << "not finite";
+  EXPECT_TRUE(refuses(bytes, kSection + reference::kExponentAt, 1, 1));
+  EXPECT_TRUE(refuses(bytes, kSection + reference::kSectionFlagsAt, 1, 1)) << "hashed order";
 }
 
 // The checksum is taken once: a header that was read already vouches for it, and for nothing else.

@@ -118,6 +118,13 @@ inline std::vector<Example> examples() {
        {true, true},
        {sparse_section(4, 256, {5, 69, 200}, {1.5f, -2.25f, 1024.0f})},
        {IndexCoding::elias_fano, ValueCoding::f16}},
+      {"shared_mean",
+       300,
+       header,
+       {true, true},
+       {dense_section(1, {0.1f}), sparse_section(2, 3, {}, {}),
+        sparse_section(5, 250, {5, 69, 200}, {1.5f, 1.5f, 1.5f})},
+       {IndexCoding::raw_u32, ValueCoding::shared_mean}},
   };
 }
 
@@ -146,7 +153,7 @@ inline Example random_example(std::uint32_t seed, const Codec& codec = {}) {
         indices.push_back(index);
         values.push_back(float(below(2000)) - 1000.5f);
       }
-    if (below(2) == 0 || codec.indices == IndexCoding::elias_fano)
+    if (below(2) == 0 || codec.indices == IndexCoding::elias_fano || codec.values == ValueCoding::shared_mean)
       example.owned.push_back(sparse_section(at, extent, indices, values));
     else
       example.owned.push_back(hashed_section(at, extent, random(), 1 + below(60), indices));

@@ -24,6 +24,15 @@ const std::vector<Mismatch> kMismatches = {
      {"momentum_masking=true", "momentum_masking=false"}},
     {"dense_below", [](auto& o, auto&) { o.dense_below = 51; }, {"dense_below=50", "dense_below=51"}},
     {"schedule", [](auto& o, auto&) { o.schedule.dense_steps = 3; }, {"dense_steps=0", "dense_steps=3"}},
+    {"ramp", [](auto& o, auto&) { o.schedule.ramp_steps = 9; }, {"ramp_steps=0", "ramp_steps=9"}},
+    {"stages", [](auto& o, auto&) { o.schedule.ramp_stages = 9; }, {"ramp_stages=4", "ramp_stages=9"}},
+    {"by size",
+     [](auto& o, auto&) {
+       o.selector_by_size = {{9, TopK{0.5}}};
+     },
+     {"above 9 elements"}},
+    {"clipping", [](auto& o, auto&) { o.clip_norm = 1e9f; }, {"clip_norm=0", "clip_norm=1e+09"}},
+    {"decay", [](auto& o, auto&) { o.residual_decay = 0.5f; }, {"residual_decay=1", "residual_decay=0.5"}},
     {"seed", [](auto& o, auto&) { o.seed = 8; }, {"seed=0", "seed=8"}},
     {"rule",
      [](auto& o, auto&) {

@@ -47,11 +47,17 @@ std::vector<Step> plan(const Scenario& scenario, std::size_t steps) {
         gradients.push_back(gradient_of(local, number, rank));
         for (float& value : gradients.back()) value = reference::rounded(scenario.dtype, value);
       }
-      std::vector<float> mean = oracle.reduce(number, bucket, gradients, has);
-      for (float& value : mean) value = reference::rounded(scenario.dtype, value);
-      step.means.push_back(mean);
       step.gradients.push_back(gradients);
       step.has_gradient.push_back(has);
+    }
+    const std::vector<float> factors = oracle.clip_factors(step.gradients);
+    for (std::size_t b = 0; b < step.buckets.size(); ++b) {
+      reference::Reducer::Gradients clipped = step.gradients[b];
+      for (std::size_t r = 0; r < clipped.size(); ++r)
+        for (float& value : clipped[r]) value = reference::multiply(value, factors[r]);
+      std::vector<float> mean = oracle.reduce(number, step.buckets[b], clipped, step.has_gradient[b]);
+      for (float& value : mean) value = reference::rounded(scenario.dtype, value);
+      step.means.push_back(mean);
     }
     oracle.commit();
     for (int rank = 0; rank < scenario.ranks; ++rank) {
@@ -169,6 +175,56 @@ TEST(ReducerOracle, WithoutErrorFeedback) {
   Scenario scenario{options_with(TopK{0.05}), 3};
   scenario.options.error_feedback = false;
   check(scenario);
+}
+
+TEST(ReducerOracle, ThePapersQuantizationRule) {
+  for (const Selector& selector : {Selector(TopK{0.05}), Selector(ThresholdSearch{0.05, 1})}) {
+    Scenario scenario{options_with(selector), 3};
+    scenario.options.codec.values = ValueCoding::shared_mean;
+    scenario.options.rounding_feedback = false;
+    scenario.options.momentum = 0.9f;
+    scenario.options.rules = {{"fc.weight", {}, {}, {}, TopK{0.01}, ValueCoding::f32}};
+    check(scenario);
+  }
+}
+
+TEST(ReducerOracle, SelectorsBySize) {
+  Scenario scenario{options_with(TopK{0.05}), 3};
+  scenario.options.selector_by_size = {{600, HashedSlots{0.02}}};
+  check(scenario);
+  scenario.options.selector_by_size = {{599, ThresholdSearch{0.02, 3}}, {1499, SampledTopK{0.02}}};
+  check(scenario);
+}
+
+TEST(ReducerOracle, ARamp) {
+  for (const Selector& selector : selectors(0.01)) {
+    Scenario scenario{options_with(selector), 2};
+    scenario.options.schedule = {.dense_steps = 1, .ramp_steps = 5, .ramp_stages = 3};
+    scenario.options.momentum = 0.9f;
+    check(scenario);
+  }
+}
+
+TEST(ReducerOracle, Decay) {
+  for (const bool momentum : {false, true}) {
+    Scenario scenario{options_with(TopK{0.05}), 3};
+    scenario.options.residual_decay = 0.875f;
+    scenario.options.momentum = momentum ? 0.9f : 0.0f;
+    scenario.options.nesterov = momentum;
+    check(scenario);
+  }
+}
+
+TEST(ReducerOracle, LocalClipping) {
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const int ranks : {1, 3, 5})
+      for (const Selector& selector : selectors(0.02)) {
+        Scenario scenario{options_with(selector), ranks, dtype};
+        scenario.options.clip_norm = 15.0f;
+        scenario.options.momentum = 0.9f;
+        scenario.options.schedule.dense_steps = 1;
+        check(scenario);
+      }
 }
 
 TEST(ReducerOracle, DenseWhateverTheSelector) {

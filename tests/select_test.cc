@@ -29,6 +29,8 @@ namespace {
   return same_bits(actual.values, expected.values);
 }
 
+bool is_of(Side side, float value) { return side == Side::both || (side == Side::largest ? value > 0 : value < 0); }
+
 /// The unit in pieces of odd sizes, with gaps between them; `offset` is that of the first.
 std::vector<UnitSegment> in_pieces(std::span<const float> values, std::uint32_t offset) {
   std::vector<UnitSegment> unit;
@@ -42,7 +44,7 @@ std::vector<UnitSegment> in_pieces(std::span<const float> values, std::uint32_t 
 
 /// begin, collect in uneven pieces, finish, with nothing taken out; `peeked` tells which offsets were sampled.
 SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitView unit, std::uint32_t seed,
-                         std::set<std::uint32_t>* peeked = nullptr) {
+                         Side side = Side::both, std::set<std::uint32_t>* peeked = nullptr) {
   const auto peek = [&](std::span<const UnitRun> runs, float* out) {
     for (const UnitRun& run : runs)
       for (std::uint32_t i = 0; i < run.count; ++i) {
@@ -53,14 +55,15 @@ SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitVie
         if (peeked != nullptr) peeked->insert(offset);
       }
   };
-  selection.begin(selector, unit, seed, {.peek = peek, .put_back = {}});
+  selection.begin(selector, unit, seed, {.side = side, .memory = nullptr, .pass = {.peek = peek, .put_back = {}}});
   for (const UnitSegment& segment : unit)
     for (std::size_t begin = 0, length = 0; begin < segment.numel; begin += length) {
       length = std::min(segment.numel - begin, begin % 2 == 0 ? 37 + begin % 4059 : std::size_t{4096});
       std::vector<float> values(segment.values + begin, segment.values + begin + length);
       std::vector<std::uint32_t> hits;
       for (std::uint32_t i = 0; i < length; ++i)
-        if ((std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffu) >= selection.bound()) hits.push_back(i);
+        if ((std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffu) >= selection.bound() && is_of(side, values[i]))
+          hits.push_back(i);
       selection.collect({.values = values.data(),
                          .count = length,
                          .offset = segment.offset + static_cast<std::uint32_t>(begin),
@@ -73,20 +76,21 @@ SparseGradient by_blocks(Selection& selection, const Selector& selector, UnitVie
   return out;
 }
 
-void check(const Selector& selector, const Case& c, std::span<const float> values, Selection& reused) {
-  SCOPED_TRACE(::testing::Message() << to_string(selector) << " on " << c);
+void check(const Selector& selector, Side side, const Case& c, std::span<const float> values, Selection& reused) {
+  SCOPED_TRACE(::testing::Message() << to_string(selector) << ", side " << to_string(side) << ", on " << c);
   const std::vector<UnitSegment> whole = {{values.data(), values.size(), 0}};
-  const SparseGradient expected = reference::select(selector, whole, c.seed);
+  const SparseGradient expected = reference::select(selector, whole, c.seed, side);
   SparseGradient out{{1, 2}, {3.0f, 4.0f}, true, 5};  // leftovers must not matter
-  select(selector, whole, c.seed, out);
+  select(selector, whole, c.seed, out, side);
   ASSERT_TRUE(same_entries(out, expected));
   ASSERT_LE(out.nnz(), capacity(selector, c.numel));
+  for (std::size_t j = 0; j < out.nnz(); ++j) ASSERT_TRUE(is_of(side, out.values[j]) || out.indices[j] == kEmptySlot);
 
   const std::vector<UnitSegment> pieces = in_pieces(values, 11);
-  const SparseGradient expected_pieces = reference::select(selector, pieces, c.seed);
-  select(selector, pieces, c.seed, out);
+  const SparseGradient expected_pieces = reference::select(selector, pieces, c.seed, side);
+  select(selector, pieces, c.seed, out, side);
   ASSERT_TRUE(same_entries(out, expected_pieces)) << "in pieces";
-  ASSERT_TRUE(same_entries(by_blocks(reused, selector, pieces, c.seed), expected_pieces)) << "block by block";
+  ASSERT_TRUE(same_entries(by_blocks(reused, selector, pieces, c.seed, side), expected_pieces)) << "block by block";
 }
 
 TEST(Select, AgreesWithTheOracleOnEveryTarget) {
@@ -95,7 +99,8 @@ TEST(Select, AgreesWithTheOracleOnEveryTarget) {
     for (const Case& c : small_cases()) {
       const std::vector<float> values = c.values();
       for (const double density : kDensities)
-        for (const Selector& selector : selectors(density)) check(selector, c, values, reused);
+        for (const Selector& selector : selectors(density))
+          for (const Side side : kSides) check(selector, side, c, values, reused);
     }
   });
 }
@@ -104,7 +109,8 @@ TEST(Select, AgreesWithTheOracleOnLargeUnits) {
   Selection reused;
   for (const Case& c : large_cases()) {
     const std::vector<float> values = c.values();
-    for (const Selector& selector : selectors(c.numel > 1'000'000 ? 0.001 : 0.01)) check(selector, c, values, reused);
+    for (const Selector& selector : selectors(c.numel > 1'000'000 ? 0.001 : 0.01))
+      for (const Side side : kSides) check(selector, side, c, values, reused);
   }
 }
 
@@ -234,7 +240,7 @@ TEST(Select, IsExactWhenTheSampleLies) {
   const UnitSegment unit{values.data(), kNumel, 0};
   Selection selection;
   std::set<std::uint32_t> peeked;
-  by_blocks(selection, TopK{0.01}, {&unit, 1}, 8, &peeked);
+  by_blocks(selection, TopK{0.01}, {&unit, 1}, 8, Side::both, &peeked);
   EXPECT_EQ(selection.fallbacks(), 0u);
   ASSERT_GT(peeked.size(), 1500u);
   ASSERT_LT(peeked.size(), kNumel / 2);

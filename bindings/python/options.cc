@@ -2,6 +2,7 @@
 // closed choices are strings. repr() gives the expression that makes the object.
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
@@ -24,7 +25,15 @@ namespace thinwire::python {
 
 using namespace nb::literals;
 
+#define THINWIRE_SELECTORS "TopK | TrimmedTopK | HashedSlots | ThresholdSearch | SampledTopK"
+
 namespace {
+
+const char* const kRuleInit =
+    "def __init__(self, pattern: str, dense: bool | None = None, momentum: float | None = None, "
+    "nesterov: bool | None = None, selector: " THINWIRE_SELECTORS
+    " | None = None, "
+    "values: typing.Literal['f32', 'bf16', 'f16', 'shared_mean'] | None = None) -> None";
 
 template <class E, std::size_t N>
 using Names = std::array<std::pair<const char*, E>, N>;
@@ -35,8 +44,11 @@ constexpr Names<SparseAllReduce, 2> kKinds{
     {{"all_gather", SparseAllReduce::all_gather}, {"dense", SparseAllReduce::dense}}};
 constexpr Names<IndexCoding, 2> kIndexCodings{
     {{"raw_u32", IndexCoding::raw_u32}, {"elias_fano", IndexCoding::elias_fano}}};
-constexpr Names<ValueCoding, 3> kValueCodings{
-    {{"f32", ValueCoding::f32}, {"bf16", ValueCoding::bf16}, {"f16", ValueCoding::f16}}};
+constexpr Names<ValueCoding, 4> kValueCodings{{{"f32", ValueCoding::f32},
+                                               {"bf16", ValueCoding::bf16},
+                                               {"f16", ValueCoding::f16},
+                                               {"shared_mean", ValueCoding::shared_mean}}};
+constexpr Names<RedsyncLimits, 2> kLimits{{{"elements", kRedsyncElements}, {"bytes", kRedsyncBytes}}};
 
 template <class E, std::size_t N>
 std::string name_of(const Names<E, N>& names, E value) {
@@ -77,6 +89,26 @@ nb::object value(float v) {
   return nb::float_(std::stod(digits));
 }
 nb::object value(const std::optional<float>& v) { return v ? value(*v) : nb::none(); }
+
+using Sizes = std::vector<std::pair<std::size_t, Selector>>;
+
+Sizes sizes_of(const ReducerOptions& options) {
+  Sizes sizes;
+  for (const SizedSelector& larger : options.selector_by_size) sizes.emplace_back(larger.above, larger.selector);
+  return sizes;
+}
+
+void set_sizes(ReducerOptions& options, const Sizes& sizes) {
+  options.selector_by_size.clear();
+  for (const auto& [above, selector] : sizes) options.selector_by_size.push_back({above, selector});
+}
+
+nb::object sizes_tuple(const ReducerOptions& options) { return nb::tuple(nb::cast(sizes_of(options))); }
+
+std::optional<ValueCoding> parse_values(const std::optional<std::string>& values) {
+  if (!values) return std::nullopt;
+  return parse(kValueCodings, "values", *values);
+}
 
 nb::object rules_tuple(const ReducerOptions& options) {
   nb::list rules;
@@ -162,7 +194,8 @@ void bind_small_options(nb::module_& m) {
 
 indices: "raw_u32", or "elias_fano" for about 1.5 bytes an index instead of 4 (not with layout "a" of HashedSlots).
 values: "f32", or "bf16" or "f16"; what rounding takes away stays in the residual. f16 has a scale for each unit, so
-that it neither overflows nor loses small tensors.)")
+that it neither overflows nor loses small tensors. "shared_mean": one number for all entries of a unit, their mean; the
+smallest and the largest values travel in turn (RedSync's same-sign quantization).)")
       .def(
           "__init__",
           [](Codec* self, const std::string& indices, const std::string& values) {
@@ -170,13 +203,13 @@ that it neither overflows nor loses small tensors.)")
           },
           "indices"_a = "raw_u32", "values"_a = "f32",
           nb::sig("def __init__(self, indices: typing.Literal['raw_u32', 'elias_fano'] = 'raw_u32', "
-                  "values: typing.Literal['f32', 'bf16', 'f16'] = 'f32') -> None"))
+                  "values: typing.Literal['f32', 'bf16', 'f16', 'shared_mean'] = 'f32') -> None"))
       .def_prop_ro(
           "indices", [](const Codec& c) { return name_of(kIndexCodings, c.indices); },
           nb::for_getter(nb::sig("def indices(self) -> typing.Literal['raw_u32', 'elias_fano']")))
       .def_prop_ro(
           "values", [](const Codec& c) { return name_of(kValueCodings, c.values); },
-          nb::for_getter(nb::sig("def values(self) -> typing.Literal['f32', 'bf16', 'f16']")))
+          nb::for_getter(nb::sig("def values(self) -> typing.Literal['f32', 'bf16', 'f16', 'shared_mean']")))
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__",
            [](const Codec& c) {
@@ -191,55 +224,89 @@ that it neither overflows nor loses small tensors.)")
         new (&c) Codec{parse(kIndexCodings, "indices", std::get<0>(t)), parse(kValueCodings, "values", std::get<1>(t))};
       });
 
-  nb::class_<Schedule>(m, "Schedule", "When compression starts: steps 0 … dense_steps - 1 average everything.")
+  nb::class_<Schedule>(m, "Schedule", R"(When compression starts, by step number.
+
+Steps 0 … dense_steps - 1 average everything. ramp_steps steps follow in ramp_stages equal stages, stage i at density
+D ** ((i + 1) / (ramp_stages + 1)), D being what the selector asks for (DGC's warm-up).)")
       .def(
-          "__init__", [](Schedule* self, std::uint64_t dense_steps) { new (self) Schedule{dense_steps}; },
-          "dense_steps"_a = 0)
+          "__init__",
+          [](Schedule* self, std::uint64_t dense_steps, std::uint64_t ramp_steps, std::uint32_t ramp_stages) {
+            new (self) Schedule{dense_steps, ramp_steps, ramp_stages};
+          },
+          "dense_steps"_a = 0, "ramp_steps"_a = 0, "ramp_stages"_a = Schedule{}.ramp_stages)
+      .def_static("in_epochs", &schedule_in_epochs, "steps_per_epoch"_a, "dense_epochs"_a = 0.0, "ramp_epochs"_a = 0,
+                  "By epochs: dense ones, then a ramp of one stage an epoch.")
       .def_ro("dense_steps", &Schedule::dense_steps)
+      .def_ro("ramp_steps", &Schedule::ramp_steps)
+      .def_ro("ramp_stages", &Schedule::ramp_stages)
+      .def("density_at", &density_at, "step"_a, "density"_a,
+           "The density of a step where the selector asks for `density`; 1 in dense steps.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__",
            [](const Schedule& s) {
-             return expression("Schedule", {{"dense_steps", value(s.dense_steps)}});
+             return expression("Schedule", {{"dense_steps", value(s.dense_steps)},
+                                            {"ramp_steps", value(s.ramp_steps)},
+                                            {"ramp_stages", value(s.ramp_stages)}});
            })
-      .def("__getstate__", [](const Schedule& s) { return std::tuple(s.dense_steps); })
-      .def("__setstate__", [](Schedule& s, const std::tuple<std::uint64_t>& t) { new (&s) Schedule{std::get<0>(t)}; });
+      .def("__getstate__", [](const Schedule& s) { return std::tuple(s.dense_steps, s.ramp_steps, s.ramp_stages); })
+      .def("__setstate__", [](Schedule& s, const std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>& t) {
+        new (&s) Schedule{std::get<0>(t), std::get<1>(t), std::get<2>(t)};
+      });
 
-  using RuleState = std::tuple<std::string, std::optional<bool>, std::optional<float>, std::optional<bool>>;
+  using RuleState = std::tuple<std::string, std::optional<bool>, std::optional<float>, std::optional<bool>,
+                               std::optional<Selector>, std::optional<std::string>>;
+  const auto rule_values = [](const ParameterRule& r) {
+    return r.values ? std::optional(name_of(kValueCodings, *r.values)) : std::nullopt;
+  };
   nb::class_<ParameterRule>(m, "ParameterRule", R"(An exception to the options for parameters by name.
 
 pattern: '*' is any run of characters, '?' any one, a backslash takes the next character literally. dense: True for
-always dense, False for sparse whatever the size. momentum, nesterov: instead of the options' own. None leaves a field
-as it is; of several matching rules the last one that sets a field wins.)")
+always dense, False for sparse whatever the size. momentum, nesterov, selector, and values of the codec: instead of the
+options' own. None leaves a field as it is; of several matching rules the last one that sets a field wins.)")
       .def(
           "__init__",
           [](ParameterRule* self, std::string pattern, std::optional<bool> dense, std::optional<float> momentum,
-             std::optional<bool> nesterov) {
-            new (self) ParameterRule{std::move(pattern), dense, momentum, nesterov};
+             std::optional<bool> nesterov, std::optional<Selector> selector, const std::optional<std::string>& values) {
+            new (self) ParameterRule{std::move(pattern), dense, momentum, nesterov, selector, parse_values(values)};
           },
-          "pattern"_a, "dense"_a = nb::none(), "momentum"_a = nb::none(), "nesterov"_a = nb::none())
+          "pattern"_a, "dense"_a = nb::none(), "momentum"_a = nb::none(), "nesterov"_a = nb::none(),
+          "selector"_a = nb::none(), "values"_a = nb::none(), nb::sig(kRuleInit))
       .def_ro("pattern", &ParameterRule::pattern)
       .def_ro("dense", &ParameterRule::dense)
       .def_ro("momentum", &ParameterRule::momentum)
       .def_ro("nesterov", &ParameterRule::nesterov)
+      .def_prop_ro(
+          "selector", [](const ParameterRule& r) { return r.selector; },
+          nb::for_getter(nb::sig("def selector(self) -> " THINWIRE_SELECTORS " | None")))
+      .def_prop_ro(
+          "values", rule_values,
+          nb::for_getter(nb::sig("def values(self) -> typing.Literal['f32', 'bf16', 'f16', 'shared_mean'] | None")))
       .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
       .def("__repr__",
-           [](const ParameterRule& r) {
+           [rule_values](const ParameterRule& r) {
              return expression("ParameterRule", {{"pattern", value(r.pattern)},
                                                  {"dense", value(r.dense)},
                                                  {"momentum", value(r.momentum)},
-                                                 {"nesterov", value(r.nesterov)}});
+                                                 {"nesterov", value(r.nesterov)},
+                                                 {"selector", value(r.selector)},
+                                                 {"values", value(rule_values(r))}});
            })
-      .def("__getstate__", [](const ParameterRule& r) { return RuleState(r.pattern, r.dense, r.momentum, r.nesterov); })
+      .def("__getstate__",
+           [rule_values](const ParameterRule& r) {
+             return RuleState(r.pattern, r.dense, r.momentum, r.nesterov, r.selector, rule_values(r));
+           })
       .def("__setstate__", [](ParameterRule& r, const RuleState& t) {
-        new (&r) ParameterRule{std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+        new (&r) ParameterRule{std::get<0>(t), std::get<1>(t), std::get<2>(t),
+                               std::get<3>(t), std::get<4>(t), parse_values(std::get<5>(t))};
       });
 }
 
-using OptionsState = std::tuple<Selector, std::string, Codec, std::string, float, bool, bool, bool, std::size_t,
-                                std::vector<ParameterRule>, Schedule, std::uint64_t>;
+using OptionsState = std::tuple<Selector, Sizes, std::string, Codec, std::string, float, bool, bool, bool, bool, float,
+                                float, std::size_t, std::vector<ParameterRule>, Schedule, std::uint64_t>;
 
 OptionsState state_of(const ReducerOptions& o) {
   return {o.selector,
+          sizes_of(o),
           name_of(kUnits, o.unit),
           o.codec,
           name_of(kKinds, o.all_reduce),
@@ -247,6 +314,9 @@ OptionsState state_of(const ReducerOptions& o) {
           o.nesterov,
           o.momentum_masking,
           o.error_feedback,
+          o.rounding_feedback,
+          o.residual_decay,
+          o.clip_norm,
           o.dense_below,
           o.rules,
           o.schedule,
@@ -255,9 +325,12 @@ OptionsState state_of(const ReducerOptions& o) {
 
 ReducerOptions options_of(OptionsState t) {
   ReducerOptions o;
+  Sizes sizes;
   std::string unit, all_reduce;
-  std::tie(o.selector, unit, o.codec, all_reduce, o.momentum, o.nesterov, o.momentum_masking, o.error_feedback,
-           o.dense_below, o.rules, o.schedule, o.seed) = std::move(t);
+  std::tie(o.selector, sizes, unit, o.codec, all_reduce, o.momentum, o.nesterov, o.momentum_masking, o.error_feedback,
+           o.rounding_feedback, o.residual_decay, o.clip_norm, o.dense_below, o.rules, o.schedule, o.seed) =
+      std::move(t);
+  set_sizes(o, sizes);
   o.unit = parse(kUnits, "unit", unit);
   o.all_reduce = parse(kKinds, "all_reduce", all_reduce);
   return o;
@@ -265,6 +338,7 @@ ReducerOptions options_of(OptionsState t) {
 
 std::string repr(const ReducerOptions& o) {
   return expression("ReducerOptions", {{"selector", value(o.selector)},
+                                       {"selector_by_size", sizes_tuple(o)},
                                        {"unit", value(name_of(kUnits, o.unit))},
                                        {"codec", value(o.codec)},
                                        {"all_reduce", value(name_of(kKinds, o.all_reduce))},
@@ -272,6 +346,9 @@ std::string repr(const ReducerOptions& o) {
                                        {"nesterov", value(o.nesterov)},
                                        {"momentum_masking", value(o.momentum_masking)},
                                        {"error_feedback", value(o.error_feedback)},
+                                       {"rounding_feedback", value(o.rounding_feedback)},
+                                       {"residual_decay", value(o.residual_decay)},
+                                       {"clip_norm", value(o.clip_norm)},
                                        {"dense_below", value(o.dense_below)},
                                        {"rules", rules_tuple(o)},
                                        {"schedule", value(o.schedule)},
@@ -279,10 +356,14 @@ std::string repr(const ReducerOptions& o) {
 }
 
 const char* const kOptionsInit =
-    "def __init__(self, *, selector: TopK | TrimmedTopK | HashedSlots = ..., "
+    "def __init__(self, *, selector: " THINWIRE_SELECTORS
+    " = ..., "
+    "selector_by_size: collections.abc.Sequence[tuple[int, " THINWIRE_SELECTORS
+    "]] = (), "
     "unit: typing.Literal['parameter', 'bucket'] = 'parameter', codec: Codec = ..., "
     "all_reduce: typing.Literal['all_gather', 'dense'] = 'all_gather', momentum: float = 0.0, nesterov: bool = False, "
-    "momentum_masking: bool = True, error_feedback: bool = True, dense_below: int = 10240, "
+    "momentum_masking: bool = True, error_feedback: bool = True, rounding_feedback: bool = True, "
+    "residual_decay: float = 1.0, clip_norm: float = 0.0, dense_below: int = 10240, "
     "rules: collections.abc.Sequence[ParameterRule] = (), schedule: Schedule = ..., seed: int = 0) -> None";
 
 void bind_reducer_options(nb::module_& m) {
@@ -292,24 +373,34 @@ void bind_reducer_options(nb::module_& m) {
 Values are checked together, when a reducer is made.)")
       .def(
           "__init__",
-          [](ReducerOptions* self, Selector selector, std::string unit, Codec codec, std::string all_reduce,
-             float momentum, bool nesterov, bool momentum_masking, bool error_feedback, std::size_t dense_below,
+          [](ReducerOptions* self, Selector selector, Sizes selector_by_size, std::string unit, Codec codec,
+             std::string all_reduce, float momentum, bool nesterov, bool momentum_masking, bool error_feedback,
+             bool rounding_feedback, float residual_decay, float clip_norm, std::size_t dense_below,
              std::vector<ParameterRule> rules, Schedule schedule, std::uint64_t seed) {
             new (self) ReducerOptions(
-                options_of({selector, std::move(unit), codec, std::move(all_reduce), momentum, nesterov,
-                            momentum_masking, error_feedback, dense_below, std::move(rules), schedule, seed}));
+                options_of({selector, std::move(selector_by_size), std::move(unit), codec, std::move(all_reduce),
+                            momentum, nesterov, momentum_masking, error_feedback, rounding_feedback, residual_decay,
+                            clip_norm, dense_below, std::move(rules), schedule, seed}));
           },
-          nb::kw_only(), "selector"_a = defaults.selector, "unit"_a = "parameter", "codec"_a = defaults.codec,
-          "all_reduce"_a = "all_gather", "momentum"_a = defaults.momentum, "nesterov"_a = defaults.nesterov,
-          "momentum_masking"_a = defaults.momentum_masking, "error_feedback"_a = defaults.error_feedback,
+          nb::kw_only(), "selector"_a = defaults.selector, "selector_by_size"_a = Sizes(), "unit"_a = "parameter",
+          "codec"_a = defaults.codec, "all_reduce"_a = "all_gather", "momentum"_a = defaults.momentum,
+          "nesterov"_a = defaults.nesterov, "momentum_masking"_a = defaults.momentum_masking,
+          "error_feedback"_a = defaults.error_feedback, "rounding_feedback"_a = defaults.rounding_feedback,
+          "residual_decay"_a = defaults.residual_decay, "clip_norm"_a = defaults.clip_norm,
           "dense_below"_a = defaults.dense_below, "rules"_a = defaults.rules, "schedule"_a = defaults.schedule,
           "seed"_a = defaults.seed, nb::sig(kOptionsInit))
       .def_prop_rw(
           "selector", [](const ReducerOptions& o) { return o.selector; },
           [](ReducerOptions& o, Selector selector) { o.selector = selector; },
-          nb::for_getter(nb::sig("def selector(self) -> TopK | TrimmedTopK | HashedSlots")),
-          nb::for_setter(nb::sig("def selector(self, selector: TopK | TrimmedTopK | HashedSlots, /) -> None")),
-          "What travels.")
+          nb::for_getter(nb::sig("def selector(self) -> " THINWIRE_SELECTORS)),
+          nb::for_setter(nb::sig("def selector(self, selector: " THINWIRE_SELECTORS ", /) -> None")), "What travels.")
+      .def_prop_rw(
+          "selector_by_size", &sizes_tuple, &set_sizes,
+          nb::for_getter(nb::sig("def selector_by_size(self) -> tuple[tuple[int, " THINWIRE_SELECTORS "], ...]")),
+          nb::for_setter(
+              nb::sig("def selector_by_size(self, sizes: collections.abc.Sequence[tuple[int, " THINWIRE_SELECTORS
+                      "]], /) -> None")),
+          "For units of more elements than each number, ascending; the last one that fits a unit counts.")
       .def_prop_rw(
           "unit", [](const ReducerOptions& o) { return name_of(kUnits, o.unit); },
           [](ReducerOptions& o, const std::string& unit) { o.unit = parse(kUnits, "unit", unit); },
@@ -333,6 +424,20 @@ Values are checked together, when a reducer is made.)")
               "Zero the velocity of sent entries, in sparse steps (momentum factor masking).")
       .def_rw("error_feedback", &ReducerOptions::error_feedback,
               "False drops what is not sent; for control experiments only, without momentum.")
+      .def_rw("rounding_feedback", &ReducerOptions::rounding_feedback,
+              "False drops what the value coding takes away from sent entries, as RedSync's code does.")
+      .def_prop_rw(
+          "residual_decay", [](const ReducerOptions& o) { return value(o.residual_decay); },
+          [](ReducerOptions& o, float decay) { o.residual_decay = decay; },
+          nb::for_getter(nb::sig("def residual_decay(self) -> float")),
+          "What the residual is multiplied by before a gradient is added, in (0, 1].")
+      .def_prop_rw(
+          "clip_norm", [](const ReducerOptions& o) { return value(o.clip_norm); },
+          [](ReducerOptions& o, float norm) { o.clip_norm = norm; },
+          nb::for_getter(nb::sig("def clip_norm(self) -> float")),
+          R"(Local clipping, 0 for none: the norm that dense training would clip the mean gradient to.
+
+Each of P ranks clips its own gradient to clip_norm * sqrt(P). Nothing is sent before the whole gradient is there.)")
       .def_rw("dense_below", &ReducerOptions::dense_below, "Parameters with fewer elements are always dense.")
       .def_prop_rw(
           "rules", &rules_tuple,
@@ -355,19 +460,49 @@ Values are checked together, when a reducer is made.)")
 void bind_presets(nb::module_& m) {
   m.def("dense", &dense, "Dense all-reduce of f32 residuals with thinwire's momentum: the baseline, through one path.");
   m.def("top_k", &top_k, "density"_a = 0.001, "Exact top-k over whole buckets. density in (0, 1].");
-  m.def("redsync", &redsync, "density"_a = 0.001, R"(RedSync (arXiv 1808.04357; JPDC 133, 2019).
+  m.def(
+      "redsync",
+      [](double density, const std::string& limits) { return redsync(density, parse(kLimits, "limits", limits)); },
+      "density"_a = 0.001, "limits"_a = "elements",
+      nb::sig("def redsync(density: float = 0.001, limits: typing.Literal['elements', 'bytes'] = 'elements') "
+              "-> ReducerOptions"),
+      R"(RedSync (arXiv 1808.04357; JPDC 133, 2019).
 
-Per parameter, trimmed top-k, momentum correction and factor masking. density in (0, 1].)");
+Per parameter: exact, trimmed top-k or threshold search by its size, momentum correction and factor masking. density in
+(0, 1]. limits: whether the sizes 131072 and 4194304, where the methods change, count elements or bytes.)");
+  m.def(
+      "redsync_quantized",
+      [](double density, const std::vector<std::string>& output_layer, const std::string& limits) {
+        return redsync_quantized(density, output_layer, parse(kLimits, "limits", limits));
+      },
+      "density"_a = 0.001, "output_layer"_a = std::vector<std::string>(), "limits"_a = "elements",
+      nb::sig("def redsync_quantized(density: float = 0.001, output_layer: collections.abc.Sequence[str] = (), "
+              "limits: typing.Literal['elements', 'bytes'] = 'elements') -> ReducerOptions"),
+      R"(RedSync with same-sign, same-mean quantization: half the bytes.
+
+The smallest and the largest values of a parameter travel in turn, as indices and one mean. output_layer: patterns of
+parameters that keep their values. density, limits: as for redsync.)");
   m.def(
       "dragonn",
-      [](double density, const std::string& layout) {
-        return dragonn({.density = density, .layout = parse(kLayouts, "layout", layout)});
+      [](double density, const std::string& layout, double small_density, std::size_t small) {
+        return dragonn({.density = density,
+                        .layout = parse(kLayouts, "layout", layout),
+                        .small_density = small_density,
+                        .small = small});
       },
-      "density"_a = 0.001, "layout"_a = "b",
-      nb::sig("def dragonn(density: float = 0.001, layout: typing.Literal['a', 'b'] = 'b') -> ReducerOptions"),
+      "density"_a = 0.001, "layout"_a = "b", "small_density"_a = DragonnOptions{}.small_density,
+      "small"_a = DragonnOptions{}.small,
+      nb::sig(
+          "def dragonn(density: float = 0.001, layout: typing.Literal['a', 'b'] = 'b', small_density: float = 0.01, "
+          "small: int = 131072) -> ReducerOptions"),
       R"(DRAGONN: randomized hashing (Wang, Xu, Wu, Shrivastava, Ng; ICML 2022, PMLR 162).
 
-Per parameter. density in (0, 1]; layout as in HashedSlots.)");
+Per parameter. density in (0, 1]; layout as in HashedSlots. Parameters of at most `small` elements have small_density, if
+that is higher.)");
+  m.def("dgc", &dgc, "density"_a = 0.001, R"(DGC: deep gradient compression (Lin, Han, Mao, Wang, Dally; ICLR 2018).
+
+Per parameter, sampled top-k with re-selection, momentum correction and factor masking. density in (0, 1]. Its warm-up is
+Schedule.in_epochs(steps_per_epoch, ramp_epochs=4).)");
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // their job is done; callbacks run on the reducer's thread under the GIL.
 #include "thinwire/reducer.h"
 
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -169,6 +170,10 @@ nb::dict state(const OwnedReducer& self) {
   result["step"] = saved.step;
   result["residual"] = residuals;
   result["velocity"] = velocities;
+  nb::dict selections;
+  for (const auto& [unit, memory] : saved.selections)
+    if (memory.uses > 0) selections[nb::str(unit.c_str())] = nb::make_tuple(memory.ratio, memory.uses);
+  result["selection"] = selections;
   return result;
 }
 
@@ -181,10 +186,12 @@ std::vector<float> values(nb::handle array, const std::string& what) {
   return {floats.data(), floats.data() + floats.size()};
 }
 
-void load(const OwnedReducer& self, std::uint64_t step, const nb::dict& residual, const nb::dict& velocity) {
+void load(const OwnedReducer& self, std::uint64_t step, const nb::dict& residual, const nb::dict& velocity,
+          const std::map<std::string, std::pair<double, std::uint32_t>>& selection) {
   Reducer& reducer = *self;
   ReducerState wanted;
   wanted.step = step;
+  for (const auto& [unit, memory] : selection) wanted.selections[unit] = {memory.first, memory.second};
   for (const auto& [key, array] : residual) {
     const auto name = nb::cast<std::string>(key);
     ParameterState parameter{name, values(array, "residual of '" + name + "'"), {}};
@@ -241,6 +248,9 @@ void bind_stats(nb::module_& m) {
       .def_ro("non_finite", &StepStats::non_finite, "Some rank's gradient was not finite: the step is undone.")
       .def_ro("residual_norm", &StepStats::residual_norm, "Norm of the residual, refreshed now and then.")
       .def_ro("gradient_norm", &StepStats::gradient_norm, "Norm of the local gradient of the step residual_norm is of.")
+      .def_ro("clip_factor", &StepStats::clip_factor, "What local clipping multiplied the gradient by.")
+      .def_ro("clip_wait_seconds", &StepStats::clip_wait_seconds,
+              "From the first bucket to the last: overlap lost to local clipping.")
       .def_ro("select_seconds", &StepStats::select_seconds, "Accumulate and select, which are one pass.")
       .def_ro("encode_seconds", &StepStats::encode_seconds, "Encode and settle.")
       .def_ro("exchange_seconds", &StepStats::exchange_seconds, "In communicator calls, waiting for others included.")
@@ -328,11 +338,15 @@ What is wrong with slices or gradient fails the job, on every rank.)")
           "name"_a, nb::sig("def velocity(self, name: str) -> typing.Any"),
           "A copy [numel] f32, empty without momentum; waits for the jobs of the step.")
       .def("state", &state, nb::sig("def state(self) -> dict[str, typing.Any]"),
-           R"(State as of the end of the last step: "step", and "residual" and "velocity" as f32 arrays by name.)")
-      .def("load", &load, "step"_a, "residual"_a, "velocity"_a,
-           nb::sig(
-               "def load(self, step: int, residual: dict[str, typing.Any], velocity: dict[str, typing.Any]) -> None"),
-           R"(Replaces the state of all parameters, between steps. Values are f32 arrays [numel].
+           R"(State as of the end of the last step: "step"; "residual" and "velocity" as f32 arrays by name.
+
+"selection": what ThresholdSearch reuses, by unit: the ratio of its threshold and how often it has served.)")
+      .def(
+          "load", &load, "step"_a, "residual"_a, "velocity"_a,
+          "selection"_a = std::map<std::string, std::pair<double, std::uint32_t>>(),
+          nb::sig("def load(self, step: int, residual: dict[str, typing.Any], velocity: dict[str, typing.Any], "
+                  "selection: dict[str, tuple[float, int]] = {}) -> None"),
+          R"(Replaces the state of all parameters, between steps. Values are f32 arrays [numel]; selection as in `state`.
 
 Errors: invalid_argument for an unknown, missing or doubled name, a wrong size or a non-finite value; then nothing is
 changed.)")

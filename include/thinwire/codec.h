@@ -23,6 +23,7 @@ enum class ValueCoding : std::uint8_t {
   f32,
   bf16,  ///< saturates: a finite value never becomes infinite
   f16,   ///< times a power of two per section, which its largest magnitude sets: it neither overflows nor vanishes
+  shared_mean,  ///< one f32 for all entries of a section, their mean (RedSync's same-mean quantization, arXiv 1808.04357)
 };
 
 struct Codec {
@@ -62,6 +63,7 @@ struct SparseSection {
   std::uint32_t hash_seed = 0;
   std::span<const std::uint32_t> indices;  ///< [nnz] bucket offsets
   std::span<const float> values;           ///< [nnz]
+  std::optional<ValueCoding> coding = {};  ///< of the values, instead of the codec's; for `encode`
 };
 struct DenseSection {
   std::uint32_t begin = 0;
@@ -72,22 +74,24 @@ using Section = std::variant<DenseSection, SparseSection>;
 /// The shape of a section before there is anything in it.
 struct SectionShape {
   bool dense = false;
-  std::size_t capacity = 0;  ///< most entries of a sparse section, elements of a dense one
-  std::size_t extent = 0;    ///< of a sparse section
+  std::size_t capacity = 0;                ///< most entries of a sparse section, elements of a dense one
+  std::size_t extent = 0;                  ///< of a sparse section
+  std::optional<ValueCoding> coding = {};  ///< as in SparseSection
 };
 
 /// Bytes that a payload with these sections, full or not, never exceeds; a multiple of 8, at least kHeaderBytes.
 std::size_t payload_bound(const Codec& codec, std::size_t slices, std::span<const SectionShape> sections) noexcept;
 
-/// values <- what receivers will decode, for the values of one sparse section: rounded to nearest, ties to even. Finite
-/// values stay finite, and value - rounded is exact in f32, so that nothing gets lost between residual and receivers.
-/// Doing it twice changes nothing. One or two passes over the values, no scratch.
+/// values <- what receivers will decode, for the values of one sparse section. Finite values stay finite, and doing it
+/// twice changes nothing. One or two passes over the values, no scratch.
+/// bf16 and f16: rounded to nearest, ties to even; value - rounded is exact in f32, so that nothing gets lost between
+/// residual and receivers. shared_mean: all become the mean, summed in f64 in a fixed order; value - mean is rounded.
 void round_values(ValueCoding coding, std::span<float> values) noexcept;
 
 /// Writes header, gradient bits and sections to `out` and returns the bytes used. `has_gradient` [header.slices].
 /// Of values that went through `round_values` nothing is lost; others are rounded here, dense ones never.
 /// Deterministic; the unused rest of `out` is zeroed. Errors: invalid_argument if `out` is too small, or for elias_fano
-/// with a section in hashed order.
+/// or shared_mean with a section in hashed order.
 std::size_t encode(const Codec& codec, const PayloadHeader& header, const std::vector<bool>& has_gradient,
                    std::span<const Section> sections, std::span<std::byte> out);
 

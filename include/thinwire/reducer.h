@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -33,8 +34,17 @@ enum class Unit : std::uint8_t {
 struct Schedule {
   /// Dense warm-up: steps 0 … dense_steps-1 average everything (RedSync's dense epochs, DRAGONN's start step).
   std::uint64_t dense_steps = 0;
+  /// The ramp of DGC's warm-up (Lin et al., ICLR 2018) follows: ramp_steps steps in ramp_stages equal stages, stage i = 0,
+  /// 1, … at density D^((i+1)/(ramp_stages+1)), D being what the selector asks for: 25, 6.3, 1.6, 0.4 % before 0.1 %.
+  std::uint64_t ramp_steps = 0;
+  std::uint32_t ramp_stages = 4;
   friend bool operator==(const Schedule&, const Schedule&) = default;
 };
+/// The same by epochs: dense ones, then a ramp of one stage an epoch. Fractions of epochs are rounded to steps.
+/// Errors: invalid_argument for an epoch of no steps or a negative number of epochs.
+Schedule schedule_in_epochs(std::uint64_t steps_per_epoch, double dense_epochs, std::uint32_t ramp_epochs = 0);
+/// The density of a step where the selector asks for `density`: 1 in dense steps. The same f32 number on every rank.
+double density_at(const Schedule& schedule, std::uint64_t step, double density);
 
 /// An exception to the options for the parameters whose name matches `pattern`: '*' is any run of characters, '?' any
 /// one, a backslash takes the next character literally. Of several matching rules the last one that sets a field wins.
@@ -43,12 +53,26 @@ struct ParameterRule {
   std::optional<bool> dense;      ///< true: always dense, false: sparse whatever its size
   std::optional<float> momentum;  ///< instead of ReducerOptions::momentum
   std::optional<bool> nesterov;
+  std::optional<Selector> selector = {};   ///< instead of the one that the options have for its size
+  std::optional<ValueCoding> values = {};  ///< instead of Codec::values
   friend bool operator==(const ParameterRule&, const ParameterRule&) = default;
+};
+
+/// The selector of units of more than `above` elements.
+struct SizedSelector {
+  std::size_t above = 0;
+  Selector selector;
+  friend bool operator==(const SizedSelector&, const SizedSelector&) = default;
 };
 
 struct ReducerOptions {
   Selector selector = TopK{};
+  /// For larger units, `above` ascending: the last entry whose limit a unit exceeds.
+  std::vector<SizedSelector> selector_by_size;
+  /// In a bucket, parameters that rules treat otherwise than their neighbours are units of their own.
   Unit unit = Unit::parameter;
+  /// With values = shared_mean only one sign is sent in a step (RedSync's same-sign quantization): the smallest values in
+  /// even steps, the largest in odd ones.
   Codec codec;
   /// With `dense` every step is a dense step, whatever the selector.
   SparseAllReduce all_reduce = SparseAllReduce::all_gather;
@@ -59,6 +83,14 @@ struct ReducerOptions {
   bool momentum_masking = true;
   /// False drops what is not sent; for control experiments only, without momentum.
   bool error_feedback = true;
+  /// False drops what the value coding takes away from sent entries, as RedSync's code does with shared_mean.
+  bool rounding_feedback = true;
+  /// v <- residual_decay·v + x, in (0, 1]: below 1 old entries fade (DRAGONN's memory: 0.9, without momentum).
+  float residual_decay = 1.0f;
+  /// Local clipping (RedSync, DGC): the norm that dense training would clip the mean gradient to; 0: none. A rank clips
+  /// its own gradient, not yet divided by the P ranks, to clip_norm·sqrt(P): clip_norm/sqrt(P) for its part of the mean.
+  /// The norm is of the whole gradient, so nothing is sent before all parameters were given to `reduce`.
+  float clip_norm = 0.0f;
   /// Parameters with fewer elements are always dense.
   std::size_t dense_below = 10'240;
   std::vector<ParameterRule> rules;
@@ -79,24 +111,44 @@ void validate(const ReducerOptions& options);
 ReducerOptions dense();
 /// Exact top-k over whole buckets.
 ReducerOptions top_k(double density = 0.001);
-/// RedSync: residual gradient compression (arXiv 1808.04357; JPDC 133, 2019). Per parameter, trimmed top-k, momentum
+/// The largest units, in elements, that RedSync's exact and trimmed top-k select from; threshold search beyond. Its text is
+/// recalled to say 128 KB and 4 MB; its code has the same digits as elements, which is four times as much.
+struct RedsyncLimits {
+  std::size_t top_k = 131'072;
+  std::size_t trimmed = 4'194'304;
+};
+inline constexpr RedsyncLimits kRedsyncElements{};
+inline constexpr RedsyncLimits kRedsyncBytes{.top_k = 131'072 / 4, .trimmed = 4'194'304 / 4};
+/// RedSync: residual gradient compression (arXiv 1808.04357; JPDC 133, 2019). Per parameter, the selector by size, momentum
 /// correction and factor masking, density 0.1 %, all-gather.
-ReducerOptions redsync(double density = 0.001);
+ReducerOptions redsync(double density = 0.001, const RedsyncLimits& limits = kRedsyncElements);
+/// RedSync with same-sign, same-mean quantization: half the bytes. The threshold is searched anew in each step. Parameters
+/// that match a pattern of `output_layer` keep their values, as its code does with the decoder of a language model.
+ReducerOptions redsync_quantized(double density = 0.001, const std::vector<std::string>& output_layer = {},
+                                 const RedsyncLimits& limits = kRedsyncElements);
 /// DRAGONN: randomized hashing (Wang, Xu, Wu, Shrivastava, Ng; ICML 2022, PMLR 162). Per parameter, layout B unless
-/// asked otherwise. Its code leaves tensors below 102 400 to 2^20 elements dense; here the limit is `dense_below`.
+/// asked otherwise. Its code leaves tensors below 102 400 to 2^20 elements dense, here the limit is `dense_below`; and it
+/// starts after 200 steps: `schedule.dense_steps`.
 struct DragonnOptions {
   double density = 0.001;
   HashedSlots::Layout layout = HashedSlots::Layout::b;
+  /// Units of at most `small` elements have this density, if it is higher: few slots lose much.
+  double small_density = 0.01;
+  std::size_t small = 131'072;
 };
 ReducerOptions dragonn(const DragonnOptions& options = {});
+/// DGC: deep gradient compression (Lin, Han, Mao, Wang, Dally; ICLR 2018). Per parameter, sampled top-k with re-selection,
+/// momentum correction and factor masking. Its warm-up is schedule_in_epochs(steps, 0, 4).
+ReducerOptions dgc(double density = 0.001);
 
 /// A unit's way through the first two stages, in one pass over its memory: u and v take in the bucket's slices, and the
 /// selected entries go to `selected`. With TopK they are taken out of u and v on the way and go to `taken` as well, for
-/// Residual::settle; `masking` says whether u leaves with them. `scratch` is kept between units.
+/// Residual::settle; `masking` says whether u leaves with them. `scratch` is kept between units, `memory` from step to step.
 /// Returns what Residual::accumulate returns. If it throws, nothing is taken out.
 std::optional<std::uint32_t> accumulate_and_select(const Selector& selector, std::span<const Residual::Segment> unit,
                                                    const GradientView& bucket, std::uint32_t seed, bool masking,
-                                                   Selection& scratch, SparseGradient& selected, TakenEntries& taken);
+                                                   Selection& scratch, SparseGradient& selected, TakenEntries& taken,
+                                                   Side side = Side::both, SelectionMemory* memory = nullptr);
 
 /// What the last finished step did, on this rank.
 struct StepStats {
@@ -116,7 +168,9 @@ struct StepStats {
   std::uint64_t fallbacks = 0;         ///< extra sweeps because a sampled bound was too high
   bool non_finite = false;             ///< some rank's gradient was not finite: NaN was written, the step is undone
   double residual_norm = 0.0;          ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
-  double gradient_norm = 0.0;          ///< ‖g‖ of the local gradient of that step
+  double gradient_norm = 0.0;          ///< ‖g‖ of the local gradient of that step, clipped if it was
+  double clip_factor = 1.0;            ///< what local clipping multiplied the gradient by
+  double clip_wait_seconds = 0.0;      ///< from the first bucket to the last: overlap lost to local clipping
   double select_seconds = 0.0;         ///< accumulate and select, which are one pass
   double encode_seconds = 0.0;         ///< encode and settle
   double exchange_seconds = 0.0;       ///< inside communicator calls, waiting for slower ranks included
@@ -152,6 +206,7 @@ enum class StepMode : std::uint8_t {
 struct ReducerState {
   std::uint64_t step = 0;  ///< number of the next step
   std::vector<ParameterState> parameters;
+  std::map<std::string, SelectionMemory> selections;  ///< by the name of the unit's first parameter
 };
 
 /// Error-feedback compression of one model's gradients.

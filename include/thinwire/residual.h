@@ -18,13 +18,14 @@
 namespace thinwire {
 
 /// How a gradient g becomes the addend x of the residual (momentum correction; Lin et al., DGC, ICLR 2018):
-///   u <- momentum·u + g;   x = u, or momentum·u + g of the new u with `nesterov`;   v <- v + x.
+///   u <- momentum·u + g;   x = u, or momentum·u + g of the new u with `nesterov`;   v <- residual_decay·v + x.
 /// With momentum 0 there is no u and x = g. Each product and each sum is rounded to f32 on its own, on every target.
 struct MomentumRule {
   float momentum = 0.0f;  ///< in [0, 1)
   bool nesterov = false;
   /// False: v <- g, so whatever is not sent is dropped. For control experiments only; needs momentum 0.
   bool error_feedback = true;
+  float residual_decay = 1.0f;  ///< in (0, 1]; below 1 what waits fades from step to step
   friend bool operator==(const MomentumRule&, const MomentumRule&) = default;
 };
 
@@ -47,8 +48,8 @@ class Residual {
   Residual& operator=(Residual&&) noexcept;
 
   /// Adds a parameter with zero state. Adding it again with the same numel and rule changes nothing.
-  /// Errors: invalid_argument for a known name with another numel or rule, momentum outside [0, 1), Nesterov without
-  /// momentum, or a velocity without error feedback.
+  /// Errors: invalid_argument for a known name with another numel or rule, momentum outside [0, 1), residual_decay
+  /// outside (0, 1], Nesterov without momentum, or a velocity or a decay without error feedback.
   void add(const Parameter& parameter, const MomentumRule& rule);
 
   bool contains(std::string_view name) const noexcept;
@@ -77,20 +78,23 @@ class Residual {
   using BlockVisitor = std::function<std::uint32_t(const UnitBlock&)>;
 
   /// u and v of the segments take in their slices of the bucket's buffer, block by block; `visit`, where given, sees
-  /// each block with its hits at or above `bound`. An element whose new v would not be finite keeps its u and v.
-  /// Returns the bucket offset of the first such element, if any. One pass: 20 B per element with momentum, 12
-  /// without. Does not touch the bucket's buffer.
+  /// each block with its hits: values of `side` at or above `bound`. An element whose new v would not be finite keeps
+  /// its u and v. Returns the bucket offset of the first such element, if any. One pass: 20 B per element with momentum,
+  /// 12 without. Does not touch the bucket's buffer.
   static std::optional<std::uint32_t> accumulate(std::span<const Segment> unit, const GradientView& bucket,
-                                                 const BlockVisitor& visit = {}, std::uint32_t bound = kNoBound);
+                                                 const BlockVisitor& visit = {}, std::uint32_t bound = kNoBound,
+                                                 Side side = Side::both);
 
   /// Writes the entries back to v and, with `masking`, to u. They lie in the unit.
   static void put_back(std::span<const Segment> unit, const TakenEntries& taken, bool masking) noexcept;
 
-  /// Takes what was sent out of the state: v <- fl(v - value); with `masking` also u <- 0 there (momentum factor
-  /// masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list. `taken`: the same entries, if
-  /// the pass has taken them out already; left empty, with other memory, or untouched on errors.
+  /// Takes what was sent out of the state: v <- fl(v - value), or 0 without `keep_rounding`; with `masking` also u <- 0
+  /// there (momentum factor masking). Slots holding kEmptySlot are skipped. What was there goes to the undo list.
+  /// `taken`: the same entries, if the pass has taken them out already; left empty, with other memory, or untouched on
+  /// errors.
   /// Errors: invalid_argument for an index outside the unit, before anything is changed.
-  void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken = {});
+  void settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken = {},
+              bool keep_rounding = true);
   /// The same for a whole segment at density 1, without masking: its v is moved to `sent` [numel] and becomes 0.
   /// `sent` is also the undo copy: it must stay valid and unchanged until `commit` or `undo`.
   void settle_dense(const Segment& segment, std::span<float> sent);

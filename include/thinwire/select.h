@@ -14,7 +14,8 @@ namespace thinwire {
 
 // Common to all selectors. k = max(1, floor(density·numel + 0.5)). Magnitudes compare as the unsigned bits without the
 // sign; of equal magnitudes the smaller index wins. Zeros are never selected, so an exact selector returns
-// min(k, nonzeros) entries. The same input and seed give the same entries on every SIMD target and backend.
+// min(k, nonzeros) entries. Where a side is asked for, values of the other sign count as zeros. The same input, seed and
+// memory give the same entries on every SIMD target and backend.
 
 /// The k entries of largest magnitude, exactly. One pass: a bound below the k-th magnitude is estimated from a sample,
 /// candidates at or above it are collected, the k-th is found among them. A bound that was too high is noticed by the
@@ -25,8 +26,8 @@ struct TopK {
 };
 
 /// RedSync's trimmed top-k (arXiv 1808.04357, communication-set selection): candidates above
-/// mean + r·(max - mean) of the magnitudes, r = 1 - epsilon, lowered by epsilon until k are found; then the exact top-k
-/// of the candidates. Returns the same entries as TopK.
+/// mean + r·(max - mean) of the magnitudes (under a side, of the signed values), r = 1 - epsilon, lowered by epsilon until
+/// k are found; then the exact top-k of the candidates. Returns the same entries as TopK.
 struct TrimmedTopK {
   double density = 0.001;
   double epsilon = 0.2;  ///< step of r, in (0, 1)
@@ -70,10 +71,23 @@ struct SelectionPass {
   std::function<void(const TakenEntries& taken)> put_back;
 };
 
+/// What a selector carries from one selection of a unit to the next; kept by the caller, one for each unit and side.
+struct SelectionMemory {
+  double ratio = 0;        ///< r of the last threshold that a search has found
+  std::uint32_t uses = 0;  ///< selections that have used it, the search included; 0: none is known
+};
+
+/// What is asked of one selection, beyond its selector.
+struct SelectionTask {
+  Side side = Side::both;
+  SelectionMemory* memory = nullptr;  ///< null: nothing is remembered. Must stay valid until `finish`, which updates it
+  SelectionPass pass;
+};
+
 /// One selection from one unit, in the steps that let it ride on the pass that accumulates the residual:
 ///
-///     selection.begin(selector, unit, seed, pass);   // TopK samples the values that the pass is about to produce
-///     for each block, in order, with the hits at or above selection.bound():  selection.collect(block);
+///     selection.begin(selector, unit, seed, task);   // TopK samples the values that the pass is about to produce
+///     for each block, in order, with the side's hits at or above selection.bound():  selection.collect(block);
 ///     selection.finish(out, taken);                  // may read the unit again
 ///
 /// Reusable: memory is kept between units. Scratch: at most 2·capacity + 4096 entries, O(slots) for HashedSlots.
@@ -85,7 +99,7 @@ class Selection {
   Selection& operator=(Selection&&) noexcept;
 
   /// The unit's memory must stay valid until `finish`.
-  void begin(const Selector& selector, UnitView unit, std::uint32_t seed, SelectionPass pass = {});
+  void begin(const Selector& selector, UnitView unit, std::uint32_t seed, SelectionTask task = {});
   /// What the next block's hits must reach; kNoBound if this selection wants none.
   std::uint32_t bound() const noexcept;
   void collect(const UnitBlock& block);
@@ -103,7 +117,9 @@ class Selection {
 };
 
 /// begin, collect and finish over values that are already there; `scratch` keeps its memory. Errors: those of `validate`.
-void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& scratch, SparseGradient& out);
-void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out);
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& scratch, SparseGradient& out,
+            Side side = Side::both, SelectionMemory* memory = nullptr);
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out, Side side = Side::both,
+            SelectionMemory* memory = nullptr);
 
 }  // namespace thinwire

@@ -46,6 +46,14 @@ struct UnitRun {
   std::uint32_t count = 0;
 };
 
+/// Which values a selection may take, by their sign. Under `largest` and `smallest` magnitudes compare as ever and values
+/// of the other sign count as zeros, so that what is selected has one sign (RedSync's same-sign quantization).
+enum class Side : std::uint8_t {
+  both,
+  largest,   ///< positive values: the k largest signed ones
+  smallest,  ///< negative values: the k smallest signed ones
+};
+
 /// A bound that no magnitude reaches. Bounds compare with magnitudes as `select.h` orders them: bits without the sign.
 inline constexpr std::uint32_t kNoBound = 0x80000000u;
 
@@ -55,7 +63,7 @@ struct UnitBlock {
   float* velocity = nullptr;  ///< u [count]; null without momentum, and where u stays
   std::size_t count = 0;
   std::uint32_t offset = 0;             ///< of values[0], in the bucket's buffer
-  std::span<const std::uint32_t> hits;  ///< ascending positions in the block: magnitudes at or above the pass's bound
+  std::span<const std::uint32_t> hits;  ///< ascending positions in the block: values of the side, at or above the bound
 };
 
 /// Entries that were taken out of a unit's residual, with what was there: its v and, under momentum factor masking, u

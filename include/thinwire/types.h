@@ -28,6 +28,7 @@ struct GradientView {
   std::size_t numel = 0;  ///< elements, not bytes; below 2^32
   DType dtype = DType::f32;
   Device device = {};
+  float scale = 1.0f;  ///< what elements are multiplied by, in f32, when they are read; writing ignores it
 };
 
 }  // namespace thinwire

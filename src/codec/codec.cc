@@ -44,6 +44,7 @@ std::size_t section_bytes(const Codec&, const DenseSection& section) {
 }
 
 std::size_t section_bytes(const Codec& codec, const SparseSection& section) {
+  const ValueCoding coding = section.coding.value_or(codec.values);
   const std::size_t count = section.values.size();
   require(section.indices.size() == count, "a sparse section has as many indices as values");
   if (codec.indices == IndexCoding::elias_fano) {
@@ -51,7 +52,9 @@ std::size_t section_bytes(const Codec& codec, const SparseSection& section) {
     require(ascend_inside(section.indices, section.begin, section.extent),
             "elias_fano needs indices that ascend inside their unit");
   }
-  return wire::kSectionHeader + index_bytes(codec.indices, section.extent, count) + value_bytes(codec.values, count);
+  require(coding != ValueCoding::shared_mean || !section.hashed_order,
+          "shared_mean needs entries in every place, not hashed order");
+  return wire::kSectionHeader + index_bytes(codec.indices, section.extent, count) + value_bytes(coding, count);
 }
 
 std::size_t write_section(const Codec&, std::span<std::byte> out, std::size_t at, const DenseSection& section) {
@@ -65,10 +68,11 @@ std::size_t write_section(const Codec&, std::span<std::byte> out, std::size_t at
 
 std::size_t write_section(const Codec& codec, std::span<std::byte> out, std::size_t at, const SparseSection& section) {
   const std::size_t count = section.indices.size();
-  const int exponent = value_exponent(codec.values, section.values);
+  const ValueCoding coding = section.coding.value_or(codec.values);
+  const int exponent = value_exponent(coding, section.values);
   put(out, at + wire::kKind, wire::kSparse);
   put(out, at + wire::kIndexCoding, codec.indices);
-  put(out, at + wire::kValueCoding, codec.values);
+  put(out, at + wire::kValueCoding, coding);
   put(out, at + wire::kSectionFlags, section.hashed_order ? wire::kHashedOrder : std::uint8_t{0});
   put(out, at + wire::kBegin, section.begin);
   put(out, at + wire::kExtent, section.extent);
@@ -84,8 +88,8 @@ std::size_t write_section(const Codec& codec, std::span<std::byte> out, std::siz
     put_all(out, at, section.indices);
   }
   at += index_bytes(codec.indices, section.extent, count);
-  encode_values(codec.values, exponent, section.values, out.subspan(at));
-  return at + value_bytes(codec.values, count);
+  encode_values(coding, exponent, section.values, out.subspan(at));
+  return at + value_bytes(coding, count);
 }
 
 // Raw indices, which stand at `at`. Each once and inside the unit: ascending, or in the slot its hash names.
@@ -145,10 +149,10 @@ void read_section(std::span<const std::byte> bytes, std::size_t numel, std::size
   if (kind != order.kind) order = {.kind = kind, .free = 0};
   check(codec.indices <= (sparse ? IndexCoding::elias_fano : IndexCoding::raw_u32), at + wire::kIndexCoding,
         "unknown index coding");
-  check(codec.values <= (sparse ? ValueCoding::f16 : ValueCoding::f32), at + wire::kValueCoding,
+  check(codec.values <= (sparse ? ValueCoding::shared_mean : ValueCoding::f32), at + wire::kValueCoding,
         "unknown value coding");
-  check(flags == 0 || (flags == wire::kHashedOrder && sparse && !elias_fano), at + wire::kSectionFlags,
-        "unknown section flag");
+  const bool may_be_hashed = sparse && !elias_fano && codec.values != ValueCoding::shared_mean;
+  check(flags == 0 || (flags == wire::kHashedOrder && may_be_hashed), at + wire::kSectionFlags, "unknown section flag");
   check(begin >= order.free, at + wire::kBegin, "sections overlap or do not ascend");
   check(std::uint64_t{begin} + extent <= numel, at + wire::kExtent, "section reaches past the bucket");
   check(sparse || count == extent, at + wire::kCount, "a dense section holds every element of its extent");
@@ -224,7 +228,7 @@ void add_section(const SparseSection& section, std::uint32_t first, std::span<fl
 
 std::string to_string(const Codec& codec) {
   constexpr std::array<const char*, 2> kIndices = {"raw_u32", "elias_fano"};
-  constexpr std::array<const char*, 3> kValues = {"f32", "bf16", "f16"};
+  constexpr std::array<const char*, 4> kValues = {"f32", "bf16", "f16", "shared_mean"};
   return std::string(kIndices[static_cast<std::size_t>(codec.indices)]) + " x " +
          kValues[static_cast<std::size_t>(codec.values)];
 }
@@ -232,7 +236,8 @@ std::string to_string(const Codec& codec) {
 std::size_t payload_bound(const Codec& codec, std::size_t slices, std::span<const SectionShape> sections) noexcept {
   std::size_t bytes = kHeaderBytes + bitmap_bytes(slices);
   for (const SectionShape& shape : sections) {
-    bytes += wire::kSectionHeader + value_bytes(shape.dense ? ValueCoding::f32 : codec.values, shape.capacity);
+    const ValueCoding coding = shape.dense ? ValueCoding::f32 : shape.coding.value_or(codec.values);
+    bytes += wire::kSectionHeader + value_bytes(coding, shape.capacity);
     if (shape.dense) continue;
     const bool ascending = codec.indices == IndexCoding::elias_fano;  // so there are at most `extent`
     bytes +=

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "codec/bytes.h"
 #include "core/float16.h"
@@ -49,6 +50,16 @@ struct F16 {
   float down;
 };
 
+// In f64, whose sum of n equal numbers is exact for n < 2^29: the mean of means is itself.
+float mean(std::span<const float> values) {
+  double sum = 0;
+  for (std::size_t begin = 0; begin < values.size(); begin += kBlock) {
+    const float* block = values.data() + begin;
+    sum += block_sum(std::min(kBlock, values.size() - begin), [block](std::size_t i) { return double{block[i]}; });
+  }
+  return static_cast<float>(sum / static_cast<double>(values.size()));
+}
+
 // Calls f with what narrows and widens values of a 16-bit coding.
 template <class F>
 void with_half(ValueCoding coding, int exponent, const F& f) {
@@ -59,6 +70,7 @@ void with_half(ValueCoding coding, int exponent, const F& f) {
 }  // namespace
 
 std::size_t value_bytes(ValueCoding coding, std::size_t count) noexcept {
+  if (coding == ValueCoding::shared_mean) return count == 0 ? 0 : 4;
   return coding == ValueCoding::f32 ? 4 * count : (count + 1) / 2 * 4;
 }
 
@@ -74,6 +86,7 @@ int value_exponent(ValueCoding coding, std::span<const float> values) noexcept {
 }
 
 void round_values(ValueCoding coding, std::span<float> values) noexcept {
+  if (coding == ValueCoding::shared_mean && !values.empty()) std::fill(values.begin(), values.end(), mean(values));
   with_half(coding, value_exponent(coding, values), [values](const auto half) {
     for (float& value : values) value = half.widen(half.narrow(value));
   });
@@ -81,6 +94,7 @@ void round_values(ValueCoding coding, std::span<float> values) noexcept {
 
 void encode_values(ValueCoding coding, int exponent, std::span<const float> values, std::span<std::byte> out) noexcept {
   if (coding == ValueCoding::f32) std::copy_n(std::as_bytes(values).begin(), 4 * values.size(), out.begin());
+  if (coding == ValueCoding::shared_mean && !values.empty()) put(out, 0, mean(values));
   with_half(coding, exponent, [values, out](const auto half) {
     for (std::size_t j = 0; j < values.size(); ++j) put(out, 2 * j, half.narrow(values[j]));
     if (values.size() % 2 != 0) put(out, 2 * values.size(), std::uint16_t{0});
@@ -89,6 +103,11 @@ void encode_values(ValueCoding coding, int exponent, std::span<const float> valu
 
 void decode_values(ValueCoding coding, int exponent, std::span<const std::byte> in, std::size_t position,
                    std::span<float> values) {
+  if (coding == ValueCoding::shared_mean && !values.empty()) {
+    const auto shared = get<float>(in, 0);
+    check(std::isfinite(shared), position, "value out of range");
+    std::fill(values.begin(), values.end(), shared);
+  }
   with_half(coding, exponent, [&](const auto half) {
     std::int32_t largest = 0;
     for (std::size_t j = 0; j < values.size(); ++j) {

@@ -1,4 +1,4 @@
-// Values as the wire holds them: f32, bf16, or f16 times a power of two.
+// Values as the wire holds them: f32, bf16, f16 times a power of two, or one mean for all.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ int value_exponent(ValueCoding coding, std::span<const float> values) noexcept;
 /// Writes value_bytes(coding, values.size()) bytes to `out`.
 void encode_values(ValueCoding coding, int exponent, std::span<const float> values, std::span<std::byte> out) noexcept;
 
-/// values <- what `in`, of value_bytes(coding, values.size()) bytes, holds; bf16 and f16 only. They are finite and
+/// values <- what `in`, of value_bytes(coding, values.size()) bytes, holds; all codings but f32. They are finite and
 /// unused bytes are zero, else corrupt_payload; `position` is that of `in` in its payload.
 void decode_values(ValueCoding coding, int exponent, std::span<const std::byte> in, std::size_t position,
                    std::span<float> values);

@@ -1,5 +1,4 @@
-// Finds the elements of a block whose magnitude reaches a bound: the loop that stages 1 and 2 share. Included once per
-// SIMD target.
+// Finds the elements of a block that reach a bound: the loop that stages 1 and 2 share. Included once per SIMD target.
 #if defined(THINWIRE_CORE_FIND_HITS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef THINWIRE_CORE_FIND_HITS_INL_H_
 #undef THINWIRE_CORE_FIND_HITS_INL_H_
@@ -41,16 +40,18 @@ HWY_INLINE uint32_t MaskByte(D d, hn::Mask<D> mask) {
   return bytes[0];
 }
 
-// Of the group vector_at(0) … vector_at(kGroupVectors - 1): a bit for each element whose key is at least `bound`.
-template <class VectorAt>
-HWY_INLINE uint32_t GroupHits(const VectorAt& vector_at, uint32_t bound) {
+// Of the group vector_at(0) … vector_at(kGroupVectors - 1): a bit for each element whose key under the side is at least
+// `bound`; kSided says that the side is not `both`. One bit operation makes a key either way.
+template <bool kSided, class VectorAt>
+HWY_INLINE uint32_t GroupHits(const VectorAt& vector_at, uint32_t bound, Side side) {
   const hn::RebindToSigned<Floats> di;
-  const auto magnitude = hn::Set(di, 0x7fffffff);
+  const auto key_bits = hn::Set(di, static_cast<int32_t>(kSided ? sign_flip(side) : kMagnitudeBits));
   const auto below = hn::Set(di, static_cast<int32_t>(bound - 1));
   uint32_t mask = 0;
   HWY_UNROLL(8)
   for (size_t j = 0; j < kGroupVectors; ++j) {
-    const auto key = hn::And(hn::BitCast(di, vector_at(j)), magnitude);
+    const auto bits = hn::BitCast(di, vector_at(j));
+    const auto key = kSided ? hn::Xor(bits, key_bits) : hn::And(bits, key_bits);
     mask |= MaskByte(di, hn::Gt(key, below)) << (j * hn::MaxLanes(Floats()));
   }
   return mask;

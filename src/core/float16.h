@@ -41,17 +41,24 @@ inline std::uint16_t f32_to_f16(float value) noexcept {
   return static_cast<std::uint16_t>(sign | rounded >> 13);
 }
 
-/// out [count] <- elements [begin, begin + count) of a gradient buffer, as f32.
+/// The elements of a gradient buffer, where they can be read as they lie; else null.
+inline const float* plain_gradient(const GradientView& from) noexcept {
+  return from.dtype == DType::f32 && from.scale == 1.0f ? static_cast<const float*>(from.data) : nullptr;
+}
+
+/// out [count] <- elements [begin, begin + count) of a gradient buffer, as f32, times its scale.
 inline void load_gradient(const GradientView& from, std::size_t begin, std::size_t count, float* out) {
   if (from.dtype == DType::f32) {
     std::copy_n(static_cast<const float*>(from.data) + begin, count, out);
-    return;
+  } else {
+    const auto* half = static_cast<const std::uint16_t*>(from.data) + begin;
+    if (from.dtype == DType::f16)
+      for (std::size_t i = 0; i < count; ++i) out[i] = f16_to_f32(half[i]);
+    else
+      for (std::size_t i = 0; i < count; ++i) out[i] = bf16_to_f32(half[i]);
   }
-  const auto* half = static_cast<const std::uint16_t*>(from.data) + begin;
-  if (from.dtype == DType::f16)
-    for (std::size_t i = 0; i < count; ++i) out[i] = f16_to_f32(half[i]);
-  else
-    for (std::size_t i = 0; i < count; ++i) out[i] = bf16_to_f32(half[i]);
+  if (from.scale != 1.0f)
+    for (std::size_t i = 0; i < count; ++i) out[i] *= from.scale;
 }
 
 /// Elements [begin, begin + count) of a gradient buffer <- values, rounded once.

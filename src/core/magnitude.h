@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "thinwire/sparse_gradient.h"
+
 namespace thinwire {
 
 /// Elements that a sweep handles at a time: 16 KiB of f32, so that u, v and g of a block stay in the L1 cache.
@@ -16,6 +18,20 @@ inline constexpr std::size_t kBlock = 4096;
 /// Magnitudes compare as the bits without the sign.
 inline std::uint32_t magnitude_key(float value) noexcept { return std::bit_cast<std::uint32_t>(value) & 0x7fffffffu; }
 inline float magnitude_of_key(std::uint32_t key) noexcept { return std::bit_cast<float>(key); }
+
+// A value's key under a side is its bits AND kMagnitudeBits for `both`, else its bits XOR sign_flip(side).
+inline constexpr std::uint32_t kMagnitudeBits = 0x7fffffffu;
+constexpr std::uint32_t sign_flip(Side side) noexcept { return side == Side::smallest ? ~kMagnitudeBits : 0; }
+
+/// The magnitude key of a value of the side; of others it is negative, so that they reach no bound.
+inline std::int32_t sided_key(float value, Side side) noexcept {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  return static_cast<std::int32_t>(side == Side::both ? bits & kMagnitudeBits : bits ^ sign_flip(side));
+}
+/// Whether a value's key under the side is at least `bound`. Signed, as kNoBound - 1 is the largest key.
+inline bool reaches(float value, std::uint32_t bound, Side side) noexcept {
+  return sided_key(value, side) > static_cast<std::int32_t>(bound - 1);
+}
 
 /// Σ term(i) for i < count <= kBlock in f64 over 16 virtual lanes: element i adds to lane i mod 16, lanes combine pairwise.
 /// Sums over longer ranges add their blocks in index order.

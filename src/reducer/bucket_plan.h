@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -15,8 +17,14 @@ namespace thinwire {
 struct ParameterPolicy {
   bool dense = true;
   MomentumRule momentum;
+  std::optional<Selector> selector;  ///< instead of the one for the unit's size
+  ValueCoding values = ValueCoding::f32;
 };
+/// Errors: invalid_argument for rules that contradict each other.
 ParameterPolicy policy_of(const Parameter& parameter, const ReducerOptions& options);
+
+/// Errors: invalid_argument, naming both, for a selector whose entries the codec cannot hold.
+void require_compatible(const Selector& selector, const Codec& codec);
 
 /// True if `name` matches `pattern` ('*', '?', backslash).
 bool matches(std::string_view pattern, std::string_view name) noexcept;
@@ -28,6 +36,9 @@ struct UnitPlan {
   std::size_t numel = 0;
   std::uint32_t begin = 0;
   std::uint32_t extent = 0;
+  Selector selector;  ///< with the density of the step
+  ValueCoding values = ValueCoding::f32;
+  Side side = Side::both;
 };
 
 /// Slices that lie next to each other and travel whole.
@@ -48,9 +59,15 @@ struct BucketPlan {
   std::string layout;  ///< in words, line by line; equal on all ranks
 };
 
+/// What the step asks of all buckets.
+struct StepPlan {
+  std::uint64_t step = 0;
+  bool dense = true;
+};
+
 /// Errors: invalid_argument for an unknown parameter or a wrong numel.
 BucketPlan plan_bucket(const Bucket& bucket, const Residual& residual,
                        const std::unordered_map<std::string, ParameterPolicy>& policies, const ReducerOptions& options,
-                       bool dense_step, int ranks);
+                       const StepPlan& step, int ranks);
 
 }  // namespace thinwire

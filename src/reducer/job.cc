@@ -26,6 +26,30 @@ std::string dense_reason(const ReducerOptions& options, std::uint64_t step, Step
   return {};
 }
 
+// Errors: invalid_argument for a gradient that cannot be read, or is not that of its bucket.
+void check_gradient(const Job& job) {
+  const GradientView& gradient = job.gradient;
+  require(gradient.device.type == DeviceType::cpu, "the gradient lies on a CUDA device, which this build cannot read");
+  require(gradient.dtype == DType::f32 || gradient.dtype == DType::f16 || gradient.dtype == DType::bf16,
+          "the gradient's dtype is none of f32, f16, bf16");
+  const std::size_t expected = numel(job.bucket);
+  require(gradient.numel == expected, "the gradient has " + std::to_string(gradient.numel) +
+                                          " elements, the slices of its bucket have " + std::to_string(expected));
+  require(expected < kEmptySlot, "a bucket holds fewer than 4294967295 elements, not " + std::to_string(expected));
+  require(gradient.data != nullptr || expected == 0, "the gradient has no memory");
+}
+
+double gradient_squares(const GradientView& gradient) {
+  double sum = 0;
+  std::array<float, kBlock> block;
+  for (std::size_t begin = 0; begin < gradient.numel; begin += kBlock) {
+    const std::size_t count = std::min(kBlock, gradient.numel - begin);
+    load_gradient(gradient, begin, count, block.data());
+    sum += sum_of_squares(block.data(), count);
+  }
+  return sum;
+}
+
 // A NaN at bucket offset `offset`.
 void write_nan(const GradientView& gradient, std::uint32_t offset) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -72,36 +96,52 @@ void Pipeline::begin_step(std::uint64_t step, StepMode mode) {
   stats.gradient_norm = gradient_norm;
   stats.reason = dense_reason(options, step, mode, communicator.size());
   reduced_.clear();
-  step_ = step;
+  step_ = {.step = step, .dense = !stats.reason.empty()};
   mode_ = mode;
-  dense_step_ = !stats.reason.empty();
-  if (!dense_step_) stats.reason = "no parameter is large enough to be compressed";
+  clip_squares_ = 0;
+  if (!step_.dense) stats.reason = "no parameter is large enough to be compressed";
   norms_ = step % StepStats::kNormInterval == 0;
   residual_squares_ = gradient_squares_ = 0;
 }
 
 void Pipeline::address(Job& job) {
-  job.header.step = step_;
+  job.header.step = step_.step;
   job.header.job = job.number;
   job.header.options_hash = options_hash_;
 }
 
+std::set<std::string> Pipeline::names() const {
+  std::set<std::string> names;
+  for (const auto& [name, policy] : policies_) names.insert(name);
+  return names;
+}
+
+void Pipeline::measure(const Job& job) {
+  try {
+    check_gradient(job);
+  } catch (const Error&) {
+    return;  // `plan` will say so
+  }
+  const Timer timer(stats.select_seconds);
+  clip_squares_ += gradient_squares(job.gradient);
+}
+
+void Pipeline::clip(double waited_seconds) {
+  const double norm = std::sqrt(clip_squares_);
+  const double limit = double{options.clip_norm} * std::sqrt(static_cast<double>(communicator.size()));
+  if (norm > limit && std::isfinite(norm)) stats.clip_factor = static_cast<float>(limit / norm);
+  stats.clip_wait_seconds = waited_seconds;
+}
+
 void Pipeline::plan(Job& job) {
-  const GradientView& gradient = job.gradient;
-  require(gradient.device.type == DeviceType::cpu, "the gradient lies on a CUDA device, which this build cannot read");
-  require(gradient.dtype == DType::f32 || gradient.dtype == DType::f16 || gradient.dtype == DType::bf16,
-          "the gradient's dtype is none of f32, f16, bf16");
-  const std::size_t expected = numel(job.bucket);
-  require(gradient.numel == expected, "the gradient has " + std::to_string(gradient.numel) +
-                                          " elements, the slices of its bucket have " + std::to_string(expected));
-  require(expected < kEmptySlot, "a bucket holds fewer than 4294967295 elements, not " + std::to_string(expected));
-  require(gradient.data != nullptr || expected == 0, "the gradient has no memory");
+  check_gradient(job);
+  job.gradient.scale *= static_cast<float>(stats.clip_factor);
   for (const BucketSlice& slice : job.bucket.slices) {
     require(policies_.contains(slice.name), "unknown parameter " + quoted(slice.name));
     require(reduced_.insert(slice.name).second, "parameter " + quoted(slice.name) + " is reduced twice in one step");
     job.has_gradient.push_back(slice.has_gradient || mode_ == StepMode::flush);
   }
-  job.plan = plan_bucket(job.bucket, residual, policies_, options, dense_step_, communicator.size());
+  job.plan = plan_bucket(job.bucket, residual, policies_, options, step_, communicator.size());
   job.header.slices = static_cast<std::uint32_t>(job.bucket.slices.size());
   job.header.layout_hash = text_hash(job.plan.layout);
   job.header.block_bytes = job.plan.block_bytes;
@@ -122,18 +162,12 @@ void Pipeline::accumulate_and_select(Job& job) {
   if (taken_.size() < job.plan.units.size()) taken_.resize(job.plan.units.size());
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
     const UnitPlan& unit = job.plan.units[i];
-    note(thinwire::accumulate_and_select(options.selector, unit.segments, job.gradient,
-                                         unit_seed(options.seed, step_, unit.name), options.momentum_masking,
-                                         selection_, selected_[i], taken_[i]));
+    note(thinwire::accumulate_and_select(unit.selector, unit.segments, job.gradient,
+                                         unit_seed(options.seed, step_.step, unit.name), options.momentum_masking,
+                                         selection_, selected_[i], taken_[i], unit.side, &selections[unit.name]));
     stats.fallbacks += selection_.fallbacks();
   }
-  if (norms_ && !flush)
-    for (std::size_t begin = 0; begin < job.gradient.numel; begin += kBlock) {
-      std::array<float, kBlock> block;
-      const std::size_t count = std::min(kBlock, job.gradient.numel - begin);
-      load_gradient(job.gradient, begin, count, block.data());
-      gradient_squares_ += sum_of_squares(block.data(), count);
-    }
+  if (norms_ && !flush) gradient_squares_ += gradient_squares(job.gradient);
 }
 
 std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
@@ -157,18 +191,20 @@ std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
     const UnitPlan& unit = job.plan.units[i];
     SparseGradient& sent = selected_[i];
-    round_values(options.codec.values, sent.values);
+    round_values(unit.values, sent.values);
     sections.emplace_back(SparseSection{.begin = unit.begin,
                                         .extent = unit.extent,
                                         .hashed_order = sent.hashed_order,
                                         .hash_seed = sent.hash_seed,
                                         .indices = sent.indices,
-                                        .values = sent.values});
+                                        .values = sent.values,
+                                        .coding = unit.values});
   }
   block_.resize(job.plan.block_bytes);
   encode(options.codec, job.header, job.has_gradient, sections, block_);
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
-    residual.settle(job.plan.units[i].segments, selected_[i], options.momentum_masking, std::move(taken_[i]));
+    residual.settle(job.plan.units[i].segments, selected_[i], options.momentum_masking, std::move(taken_[i]),
+                    options.rounding_feedback);
     stats.entries_sent += static_cast<std::uint64_t>(
         selected_[i].hashed_order ? std::count_if(selected_[i].indices.begin(), selected_[i].indices.end(),
                                                   [](std::uint32_t index) { return index != kEmptySlot; })
@@ -232,7 +268,7 @@ void Pipeline::reduce_dense(Job& job) {
     const Timer timer(stats.exchange_seconds);
     dense_mean(communicator, mine, mean);
   }
-  count_traffic(before, !dense_step_);
+  count_traffic(before, !step_.dense);
   if (in_place) return;
   const Timer timer(stats.decode_seconds);
   std::size_t at = 0;

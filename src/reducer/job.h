@@ -2,8 +2,10 @@
 #pragma once
 
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -41,6 +43,12 @@ class Pipeline {
     if (stats.non_finite) residual.undo();
   }
 
+  // Local clipping needs the whole gradient: each job's is measured when it comes, and the stages wait for the last.
+  bool clips(StepMode mode) const noexcept { return options.clip_norm > 0 && mode != StepMode::flush; }
+  std::set<std::string> names() const;  ///< of the parameters
+  void measure(const Job& job);
+  void clip(double waited_seconds);  ///< all jobs of the step have been measured
+
   // The stages of one job, in order.
   void address(Job& job);  ///< what even a failed job must say: step, number, options
   void plan(Job& job);
@@ -56,6 +64,7 @@ class Pipeline {
   ReducerOptions options;
   Communicator& communicator;
   Residual residual;
+  std::map<std::string, SelectionMemory> selections;  ///< what selections leave for the next of their unit, by its name
   StepStats stats;
 
  private:
@@ -75,9 +84,9 @@ class Pipeline {
   std::vector<std::byte> block_;
   std::vector<std::vector<float>> dense_values_;  // by job of the step: sent whole; also the undo copy
   std::vector<float> dense_mean_;
-  std::uint64_t step_ = 0;
+  StepPlan step_;
   StepMode mode_ = StepMode::scheduled;
-  bool dense_step_ = true;
+  double clip_squares_ = 0;
   bool norms_ = false;  // this step refreshes the norms
   double residual_squares_ = 0;
   double gradient_squares_ = 0;

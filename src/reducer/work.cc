@@ -9,6 +9,7 @@ namespace thinwire {
 void Work::wait() {
   require(state_ != nullptr, "this Work belongs to no job");
   const auto start = std::chrono::steady_clock::now();
+  if (state_->before_wait && !done()) state_->before_wait();
   std::unique_lock lock(state_->mutex);
   state_->changed.wait(lock, [this] { return state_->done; });
   *state_->waited_ns +=

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -21,6 +22,7 @@ struct Work::State {
   bool done = false;
   std::exception_ptr error;
   std::shared_ptr<std::atomic<std::int64_t>> waited_ns;  // of the step
+  std::function<void()> before_wait;                     // of a job that is held back: lets it go
 
   void finish(std::exception_ptr with) {
     const std::lock_guard lock(mutex);

@@ -56,6 +56,10 @@ void check_rule(const Parameter& parameter, const MomentumRule& rule) {
   require(rule.error_feedback || rule.momentum == 0.0f, "error_feedback is off but momentum is " +
                                                             std::to_string(rule.momentum) + of +
                                                             ": a local velocity would itself be a memory");
+  require(rule.residual_decay > 0.0f && rule.residual_decay <= 1.0f,
+          "residual_decay is " + std::to_string(rule.residual_decay) + of + ", not in (0, 1]");
+  require(rule.error_feedback || rule.residual_decay == 1.0f,
+          "error_feedback is off but residual_decay is " + std::to_string(rule.residual_decay) + of);
 }
 
 // The segment that holds a bucket offset, given the one that held the last.
@@ -171,7 +175,7 @@ UnitSegment Residual::view(const Segment& segment) noexcept {
 
 void Residual::peek(std::span<const Segment> unit, const GradientView& bucket, std::span<const UnitRun> runs,
                     float* out) {
-  const auto* gradients = bucket.dtype == DType::f32 ? static_cast<const float*>(bucket.data) : nullptr;
+  const float* const gradients = plain_gradient(bucket);
   // Most runs lie in pages of their own. Plain reads wait for their addresses and lines side by side, where prefetches
   // would wait for one address after the other; so a batch is read first and computed with afterwards.
   constexpr std::size_t kBatch = 64;
@@ -207,7 +211,7 @@ void Residual::peek(std::span<const Segment> unit, const GradientView& bucket, s
 }
 
 std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit, const GradientView& bucket,
-                                                  const BlockVisitor& visit, std::uint32_t bound) {
+                                                  const BlockVisitor& visit, std::uint32_t bound, Side side) {
   std::array<float, kBlock> widened;
   std::array<std::uint32_t, kBlock + 1> hits;
   std::optional<std::uint32_t> non_finite;
@@ -217,16 +221,16 @@ std::optional<std::uint32_t> Residual::accumulate(std::span<const Segment> unit,
       const std::size_t n = std::min(kBlock, state.v.size() - begin);
       const auto offset = static_cast<std::uint32_t>(segment.offset + begin);
       const float* gradient = widened.data();
-      if (bucket.dtype == DType::f32)
-        gradient = static_cast<const float*>(bucket.data) + offset;
+      if (const float* const plain = plain_gradient(bucket))
+        gradient = plain + offset;
       else
         load_gradient(bucket, offset, n, widened.data());
       float* v = state.v.data() + begin;
       float* u = state.u.empty() ? nullptr : state.u.data() + begin;
       std::size_t found = 0;
-      const std::size_t first = bound == kNoBound
-                                    ? accumulate_block(state.rule, gradient, u, v, n)
-                                    : accumulate_and_find(state.rule, gradient, u, v, n, bound, hits.data(), found);
+      const std::size_t first =
+          bound == kNoBound ? accumulate_block(state.rule, gradient, u, v, n)
+                            : accumulate_and_find(state.rule, gradient, u, v, n, bound, side, hits.data(), found);
       if (first < n && !non_finite) non_finite = static_cast<std::uint32_t>(offset + first);
       if (visit)
         bound = visit({.values = v, .velocity = u, .count = n, .offset = offset, .hits = {hits.data(), found}});
@@ -242,7 +246,8 @@ void Residual::put_back(std::span<const Segment> unit, const TakenEntries& taken
   });
 }
 
-void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken) {
+void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent, bool masking, TakenEntries&& taken,
+                      bool keep_rounding) {
   const bool in_place = taken.count == 0;
   if (in_place) {
     const Segment* segment = nullptr;
@@ -266,7 +271,7 @@ void Residual::settle(std::span<const Segment> unit, const SparseGradient& sent,
       taken.velocities[j] = masking && !state.u.empty() ? std::exchange(state.u[index], 0.0f) : 0.0f;
     });
   const Segment* segment = nullptr;
-  for (std::size_t j = 0; j < sent.nnz(); ++j) {
+  for (std::size_t j = 0; keep_rounding && j < sent.nnz(); ++j) {
     if (taken.values[j] == sent.values[j]) continue;  // not so where a coding has rounded
     segment = find_segment(unit, taken.indices[j], segment);
     segment->state->v[taken.indices[j] - segment->offset] = taken.values[j] - sent.values[j];

@@ -18,11 +18,12 @@ namespace {
 enum class Update { replace, plain, momentum, nesterov };
 
 // The update of a block, in groups and single elements. What would not be finite is never stored.
-template <Update kUpdate>
+// kSided: the side of the hits is not `both`.
+template <Update kUpdate, bool kSided>
 class BlockUpdate {
  public:
-  BlockUpdate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound)
-      : rule_(rule), g_(g), u_(u), v_(v), bound_(bound), first_(count) {}
+  BlockUpdate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound, Side side)
+      : rule_(rule), g_(g), u_(u), v_(v), bound_(bound), side_(kSided ? side : Side::both), first_(count) {}
 
   // The first element that was refused.
   size_t first() const { return first_; }
@@ -31,12 +32,13 @@ class BlockUpdate {
   HWY_INLINE bool Element(size_t i) {
     float none = 0.0f;
     if (!accumulate_element(rule_, g_[i], kHasVelocity ? u_[i] : none, v_[i])) first_ = std::min(first_, i);
-    return magnitude_key(v_[i]) >= bound_;
+    return reaches(v_[i], bound_, side_);
   }
 
   HWY_INLINE uint32_t Group(size_t begin) {
     const Floats d;
     const auto factor = hn::Set(d, rule_.momentum);
+    const auto decay = hn::Set(d, rule_.residual_decay);
     hn::Vec<Floats> velocities[kGroupVectors];
     hn::Vec<Floats> values[kGroupVectors];
     HWY_UNROLL(8)
@@ -49,7 +51,7 @@ class BlockUpdate {
         addend = velocities[j];
         if constexpr (kUpdate == Update::nesterov) addend = hn::Add(hn::Mul(factor, velocities[j]), gradient);
       }
-      values[j] = kUpdate == Update::replace ? addend : hn::Add(hn::LoadU(d, v_ + i), addend);
+      values[j] = kUpdate == Update::replace ? addend : hn::Add(hn::Mul(decay, hn::LoadU(d, v_ + i)), addend);
     }
     if (HWY_UNLIKELY(!AllFinite(values))) return GroupByElements(begin);
     HWY_UNROLL(8)
@@ -58,7 +60,7 @@ class BlockUpdate {
       if constexpr (kHasVelocity) hn::StoreU(velocities[j], d, u_ + i);
       hn::StoreU(values[j], d, v_ + i);
     }
-    return GroupHits([&values](size_t j) HWY_ATTR { return values[j]; }, bound_);
+    return GroupHits<kSided>([&values](size_t j) HWY_ATTR { return values[j]; }, bound_, side_);
   }
 
  private:
@@ -85,17 +87,24 @@ class BlockUpdate {
   float* HWY_RESTRICT u_;
   float* HWY_RESTRICT v_;
   uint32_t bound_;
+  Side side_;
   size_t first_;
 };
 
-// With `hits` null: the update alone.
-template <Update kUpdate>
-size_t Accumulate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound,
-                  uint32_t* hits, size_t* found) {
-  BlockUpdate<kUpdate> update(rule, g, u, v, count, bound);
-  if (hits != nullptr) {
-    *found = FindHits([&update](size_t i) HWY_ATTR { return update.Group(i); },
-                      [&update](size_t i) HWY_ATTR { return update.Element(i); }, count, hits);
+// The hits that a block's update looks for; with `positions` null the update is all there is.
+struct Hits {
+  uint32_t bound;
+  Side side;
+  uint32_t* positions;
+  size_t* found;
+};
+
+template <Update kUpdate, bool kSided>
+size_t AccumulateAs(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, const Hits& hits) {
+  BlockUpdate<kUpdate, kSided> update(rule, g, u, v, count, hits.bound, hits.side);
+  if (hits.positions != nullptr) {
+    *hits.found = FindHits([&update](size_t i) HWY_ATTR { return update.Group(i); },
+                           [&update](size_t i) HWY_ATTR { return update.Element(i); }, count, hits.positions);
     return update.first();
   }
   size_t i = 0;
@@ -104,12 +113,19 @@ size_t Accumulate(const MomentumRule& rule, const float* g, float* u, float* v, 
   return update.first();
 }
 
+template <Update kUpdate>
+size_t Accumulate(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, const Hits& hits) {
+  return hits.side == Side::both ? AccumulateAs<kUpdate, false>(rule, g, u, v, count, hits)
+                                 : AccumulateAs<kUpdate, true>(rule, g, u, v, count, hits);
+}
+
 size_t AccumulateBlock(const MomentumRule& rule, const float* g, float* u, float* v, size_t count, uint32_t bound,
-                       uint32_t* hits, size_t* found) {
-  if (!rule.error_feedback) return Accumulate<Update::replace>(rule, g, u, v, count, bound, hits, found);
-  if (rule.nesterov) return Accumulate<Update::nesterov>(rule, g, u, v, count, bound, hits, found);
-  if (rule.momentum != 0.0f) return Accumulate<Update::momentum>(rule, g, u, v, count, bound, hits, found);
-  return Accumulate<Update::plain>(rule, g, u, v, count, bound, hits, found);
+                       Side side, uint32_t* positions, size_t* found) {
+  const Hits hits{.bound = bound, .side = side, .positions = positions, .found = found};
+  if (!rule.error_feedback) return Accumulate<Update::replace>(rule, g, u, v, count, hits);
+  if (rule.nesterov) return Accumulate<Update::nesterov>(rule, g, u, v, count, hits);
+  if (rule.momentum != 0.0f) return Accumulate<Update::momentum>(rule, g, u, v, count, hits);
+  return Accumulate<Update::plain>(rule, g, u, v, count, hits);
 }
 
 }  // namespace
@@ -124,12 +140,12 @@ HWY_EXPORT(AccumulateBlock);
 }  // namespace
 
 std::size_t accumulate_block(const MomentumRule& rule, const float* g, float* u, float* v, std::size_t count) {
-  return HWY_DYNAMIC_DISPATCH(AccumulateBlock)(rule, g, u, v, count, kNoBound, nullptr, nullptr);
+  return HWY_DYNAMIC_DISPATCH(AccumulateBlock)(rule, g, u, v, count, kNoBound, Side::both, nullptr, nullptr);
 }
 
 std::size_t accumulate_and_find(const MomentumRule& rule, const float* g, float* u, float* v, std::size_t count,
-                                std::uint32_t bound, std::uint32_t* hits, std::size_t& found) {
-  return HWY_DYNAMIC_DISPATCH(AccumulateBlock)(rule, g, u, v, count, bound, hits, &found);
+                                std::uint32_t bound, Side side, std::uint32_t* hits, std::size_t& found) {
+  return HWY_DYNAMIC_DISPATCH(AccumulateBlock)(rule, g, u, v, count, bound, side, hits, &found);
 }
 
 }  // namespace thinwire

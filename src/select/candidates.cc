@@ -57,8 +57,9 @@ void keep_largest(SparseGradient& entries, std::size_t k, std::vector<std::uint3
   entries.values.resize(k);
 }
 
-void Candidates::begin(std::size_t k, std::uint32_t bound, const PutBack* put_back) {
+void Candidates::begin(std::size_t k, std::uint32_t bound, Side side, const PutBack* put_back) {
   k_ = k;
+  side_ = side;
   bound_ = first_bound_ = std::max(bound, 1u);
   found_ = 0;
   put_back_ = put_back;
@@ -93,7 +94,7 @@ void Candidates::collect(const UnitBlock& block) {
 void Candidates::collect(UnitView unit) {
   std::array<std::uint32_t, kBlock + 1> hits;
   for_each_block(unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
-    collect_hits(values, offset, {hits.data(), find_at_least(values, count, bound_, hits.data())});
+    collect_hits(values, offset, {hits.data(), find_at_least(values, count, bound_, side_, hits.data())});
     if (held_.count > 2 * k_) cut();
   });
 }

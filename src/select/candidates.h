@@ -29,9 +29,9 @@ class Candidates {
  public:
   using PutBack = std::function<void(const TakenEntries& taken)>;
 
-  /// Entries below `bound` are passed over; a bound of 1 takes all but zeros. With `put_back`, the entries of `collect`
-  /// are taken out of their blocks, and those that fall behind go there.
-  void begin(std::size_t k, std::uint32_t bound, const PutBack* put_back = nullptr);
+  /// Entries of the other side and those below `bound` are passed over; a bound of 1 takes all but zeros. With
+  /// `put_back`, the entries of `collect` are taken out of their blocks, and those that fall behind go there.
+  void begin(std::size_t k, std::uint32_t bound, Side side, const PutBack* put_back = nullptr);
   /// What the hits of the next block must reach: after a cut only strictly larger entries can still win.
   std::uint32_t bound() const noexcept { return bound_; }
   void collect(const UnitBlock& block);
@@ -54,6 +54,7 @@ class Candidates {
   void cut();
 
   std::size_t k_ = 0;
+  Side side_ = Side::both;
   std::uint32_t bound_ = 1;
   std::uint32_t first_bound_ = 1;
   std::size_t found_ = 0;  // at or above the bound so far

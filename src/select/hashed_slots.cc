@@ -34,7 +34,7 @@ std::uint32_t HashedSlotsSelection::threshold() {
   const double samples =
       std::max(std::ceil(selector_.sample_fraction * numel), std::ceil(kHashedSampleSurvivors / share));
   if (2 * samples >= numel) {
-    whole_.begin(rank_, 1);
+    whole_.begin(rank_, 1, source_.side);
     whole_.collect(source_.unit);
     return whole_.least_of_best();
   }
@@ -50,7 +50,7 @@ std::uint32_t HashedSlotsSelection::threshold() {
 void HashedSlotsSelection::insert(const float* values, std::size_t count, std::uint32_t offset,
                                   std::uint32_t threshold) {
   std::array<std::uint32_t, kBlock + 1> hits;
-  const std::size_t found = find_at_least(values, count, threshold, hits.data());
+  const std::size_t found = find_at_least(values, count, threshold, source_.side, hits.data());
   const auto slots = static_cast<std::uint32_t>(slot_indices_.size());
   const std::uint32_t first = source_.unit.front().offset;
   for (std::size_t j = 0; j < found; ++j) {

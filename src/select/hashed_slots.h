@@ -14,6 +14,7 @@ class HashedSlotsSelection {
   static void collect(const UnitBlock&) {}
   void finish(SparseGradient& out, TakenEntries& taken);
   static void abandon() noexcept {}
+  static std::size_t fallbacks() noexcept { return 0; }
 
  private:
   std::uint32_t threshold();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/magnitude.h"
 #include "core/tuning.h"
 #include "select/candidates.h"
 
@@ -27,6 +28,13 @@ void Sample::add(const SampleSource& source, std::size_t position, std::size_t c
 }
 
 void Sample::read(const SampleSource& source) {
+  fetch(source);
+  if (source.side == Side::both) return;
+  for (float& value : values_)
+    if (sided_key(value, source.side) < 0) value = 0.0f;
+}
+
+void Sample::fetch(const SampleSource& source) {
   if (source.pass != nullptr && source.pass->peek) {
     source.pass->peek(runs_, values_.data());
     return;

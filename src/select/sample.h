@@ -9,11 +9,12 @@
 
 namespace thinwire {
 
-/// A unit and the pass that is about to run over it.
+/// A unit, what may be taken from it, and the pass that is about to run over it.
 struct SampleSource {
   UnitView unit;
   std::size_t numel = 0;
   std::uint32_t seed = 0;
+  Side side = Side::both;
   const SelectionPass* pass = nullptr;  ///< null: the values are those of the unit
 };
 
@@ -26,12 +27,15 @@ class Sample {
   void clear() noexcept;
   /// Elements [position, position + count) of the unit, cut at the end of the segment.
   void add(const SampleSource& source, std::size_t position, std::size_t count);
+  /// Values of the other side read as zeros.
   void read(const SampleSource& source);
   std::size_t size() const noexcept { return values_.size(); }
   /// The magnitude key of rank `rank` (1 = largest); 1 <= rank <= size().
   std::uint32_t key_of_rank(std::size_t rank);
 
  private:
+  void fetch(const SampleSource& source);
+
   std::vector<const float*> places_;  // of each run, in the unit
   std::vector<UnitRun> runs_;
   std::vector<float> values_;

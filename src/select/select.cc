@@ -108,17 +108,18 @@ Selection::~Selection() = default;
 Selection::Selection(Selection&&) noexcept = default;
 Selection& Selection::operator=(Selection&&) noexcept = default;
 
-void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t seed, SelectionPass pass) {
+void Selection::begin(const Selector& selector, UnitView unit, std::uint32_t seed, SelectionTask task) {
   impl_->unit.assign(unit.begin(), unit.end());
-  impl_->pass = std::move(pass);
+  impl_->pass = std::move(task.pass);
   impl_->numel = unit_numel(unit);
   impl_->method = selector.index();
   if (impl_->numel == 0) return;
   const std::size_t k = target_count(selector, impl_->numel);
-  const SampleSource source{.unit = impl_->unit, .numel = impl_->numel, .seed = seed, .pass = &impl_->pass};
+  const SampleSource source{
+      .unit = impl_->unit, .numel = impl_->numel, .seed = seed, .side = task.side, .pass = &impl_->pass};
   std::visit(Overloaded{
                  [&](const TopK&) { impl_->top_k.begin(source, k); },
-                 [&](const TrimmedTopK& s) { impl_->trimmed.begin(impl_->unit, impl_->numel, k, s.epsilon); },
+                 [&](const TrimmedTopK& s) { impl_->trimmed.begin(source, k, s.epsilon); },
                  [&](const HashedSlots& s) { impl_->hashed.begin(source, s, k, capacity(selector, impl_->numel)); },
              },
              selector);
@@ -143,16 +144,19 @@ void Selection::abandon() noexcept {
   impl_->with_method([](auto& selection) { selection.abandon(); });
 }
 
-std::size_t Selection::fallbacks() const noexcept { return impl_->method == 0 ? impl_->top_k.fallbacks() : 0; }
+std::size_t Selection::fallbacks() const noexcept {
+  return impl_->with_method([](const auto& selection) { return selection.fallbacks(); });
+}
 
-void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& selection, SparseGradient& out) {
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selection& selection, SparseGradient& out,
+            Side side, SelectionMemory* memory) {
   validate(selector);
   TakenEntries none;
-  selection.begin(selector, unit, seed);
+  selection.begin(selector, unit, seed, {.side = side, .memory = memory, .pass = {}});
   std::array<std::uint32_t, kBlock + 1> hits;
   for_each_block(unit, [&](const float* values, std::size_t count, std::uint32_t offset) {
     const std::uint32_t bound = selection.bound();
-    const std::size_t found = bound == kNoBound ? 0 : find_at_least(values, count, bound, hits.data());
+    const std::size_t found = bound == kNoBound ? 0 : find_at_least(values, count, bound, side, hits.data());
     selection.collect({.values = const_cast<float*>(values),  // only a pass takes entries out
                        .count = count,
                        .offset = offset,
@@ -161,9 +165,10 @@ void select(const Selector& selector, UnitView unit, std::uint32_t seed, Selecti
   selection.finish(out, none);
 }
 
-void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out) {
+void select(const Selector& selector, UnitView unit, std::uint32_t seed, SparseGradient& out, Side side,
+            SelectionMemory* memory) {
   Selection scratch;
-  select(selector, unit, seed, scratch, out);
+  select(selector, unit, seed, scratch, out, side, memory);
 }
 
 }  // namespace thinwire

@@ -12,15 +12,23 @@ namespace thinwire {
 namespace HWY_NAMESPACE {
 namespace {
 
-size_t FindAtLeast(const float* HWY_RESTRICT values, size_t count, uint32_t bound, uint32_t* HWY_RESTRICT hits) {
+template <bool kSided>
+size_t FindAtLeastIn(const float* HWY_RESTRICT values, size_t count, uint32_t bound, Side side,
+                     uint32_t* HWY_RESTRICT hits) {
   const auto group_at = [&](size_t i) HWY_ATTR {
     PrefetchGroup(values + i);
     const auto vector_at = [&](size_t j)
                                HWY_ATTR { return hn::LoadU(Floats(), values + i + j * hn::MaxLanes(Floats())); };
-    return GroupHits(vector_at, bound);
+    return GroupHits<kSided>(vector_at, bound, side);
   };
-  const auto element_at = [&](size_t i) { return magnitude_key(values[i]) >= bound; };
+  const auto element_at = [&](size_t i) { return reaches(values[i], bound, side); };
   return FindHits(group_at, element_at, count, hits);
+}
+
+size_t FindAtLeast(const float* HWY_RESTRICT values, size_t count, uint32_t bound, Side side,
+                   uint32_t* HWY_RESTRICT hits) {
+  if (side == Side::both) return FindAtLeastIn<false>(values, count, bound, Side::both, hits);
+  return FindAtLeastIn<true>(values, count, bound, side, hits);
 }
 
 }  // namespace
@@ -34,8 +42,8 @@ namespace {
 HWY_EXPORT(FindAtLeast);
 }  // namespace
 
-std::size_t find_at_least(const float* values, std::size_t count, std::uint32_t bound, std::uint32_t* hits) {
-  return HWY_DYNAMIC_DISPATCH(FindAtLeast)(values, count, bound, hits);
+std::size_t find_at_least(const float* values, std::size_t count, std::uint32_t bound, Side side, std::uint32_t* hits) {
+  return HWY_DYNAMIC_DISPATCH(FindAtLeast)(values, count, bound, side, hits);
 }
 
 }  // namespace thinwire

@@ -34,7 +34,8 @@ void TopKSelection::begin(const SampleSource& source, std::size_t k) {
   k_ = k;
   fallbacks_ = 0;
   const bool take = source.pass != nullptr && source.pass->put_back;
-  candidates_.begin(k, sampled_bound(source, k, kTopKSigmas, sample_), take ? &source.pass->put_back : nullptr);
+  candidates_.begin(k, sampled_bound(source, k, kTopKSigmas, sample_), source.side,
+                    take ? &source.pass->put_back : nullptr);
 }
 
 void TopKSelection::finish(SparseGradient& out, TakenEntries& taken) {
@@ -44,7 +45,7 @@ void TopKSelection::finish(SparseGradient& out, TakenEntries& taken) {
     ++fallbacks_;
     candidates_.abandon();
     const std::uint32_t lower = again ? sampled_bound(source_, k_, kTopKRetrySigmas, sample_) : 1;
-    candidates_.begin(k_, std::min(lower, candidates_.first_bound() - 1));
+    candidates_.begin(k_, std::min(lower, candidates_.first_bound() - 1), source_.side);
     candidates_.collect(source_.unit);
   }
   candidates_.finish(out, taken);

@@ -1,25 +1,25 @@
-// RedSync's trimmed top-k: mean and maximum of the magnitudes, then candidates above mean + r·(max - mean).
+// RedSync's trimmed top-k: candidates above a threshold between mean and maximum, then the exact top-k of them.
 #pragma once
 
 #include "select/candidates.h"
+#include "select/statistics.h"
 
 namespace thinwire {
 
 class TrimmedTopKSelection {
  public:
-  void begin(UnitView unit, std::size_t numel, std::size_t k, double epsilon);
+  void begin(const SampleSource& source, std::size_t k, double epsilon);
   static std::uint32_t bound() noexcept { return kNoBound; }
-  void collect(const UnitBlock& block);
+  void collect(const UnitBlock& block) { statistics_.collect(block); }
   void finish(SparseGradient& out, TakenEntries& taken);
   static void abandon() noexcept {}
+  static std::size_t fallbacks() noexcept { return 0; }
 
  private:
-  UnitView unit_;
-  std::size_t numel_ = 0;
+  SampleSource source_;
   std::size_t k_ = 0;
   double epsilon_ = 0;
-  double sum_ = 0;
-  std::uint32_t max_ = 0;
+  Statistics statistics_;
   Candidates candidates_;
 };
 

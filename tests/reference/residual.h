@@ -1,4 +1,4 @@
-// The residual rule, one element at a time: u <- m·u + g; x = u or m·u + g; v <- v + x. Every operation rounds to f32.
+// The residual rule, one element at a time: u <- m·u + g; x = u or m·u + g; v <- d·v + x. Every operation rounds to f32.
 #pragma once
 
 #include <cmath>
@@ -37,7 +37,7 @@ inline std::optional<std::size_t> accumulate(ResidualState& state, const Momentu
       u = add(multiply(rule.momentum, state.u[i]), g[i]);
       x = rule.nesterov ? add(multiply(rule.momentum, u), g[i]) : u;
     }
-    const float v = rule.error_feedback ? add(state.v[i], x) : x;
+    const float v = rule.error_feedback ? add(multiply(rule.residual_decay, state.v[i]), x) : x;
     if (!std::isfinite(v)) {
       if (!first_refused) first_refused = i;
       continue;

@@ -27,11 +27,16 @@ inline bool beats(const Entry& a, const Entry& b) {
   return key(a.value) != key(b.value) ? key(a.value) > key(b.value) : a.index < b.index;
 }
 
-inline std::vector<Entry> entries_of(UnitView unit) {
+/// All entries; those of the other side as zeros.
+inline std::vector<Entry> entries_of(UnitView unit, Side side) {
+  const auto counts = [side](float value) {
+    return side == Side::both || (side == Side::largest ? value > 0 : value < 0);
+  };
   std::vector<Entry> entries;
   for (const UnitSegment& segment : unit)
     for (std::size_t i = 0; i < segment.numel; ++i)
-      entries.push_back({segment.offset + static_cast<std::uint32_t>(i), segment.values[i]});
+      entries.push_back(
+          {segment.offset + static_cast<std::uint32_t>(i), counts(segment.values[i]) ? segment.values[i] : 0.0f});
   return entries;
 }
 
@@ -59,8 +64,8 @@ inline std::vector<Entry> largest(std::vector<Entry> entries, std::size_t count)
   return entries;
 }
 
-inline SparseGradient top_k(UnitView unit, double density) {
-  const std::vector<Entry> entries = entries_of(unit);
+inline SparseGradient top_k(UnitView unit, double density, Side side = Side::both) {
+  const std::vector<Entry> entries = entries_of(unit, side);
   return ascending(largest(entries, target_count(density, entries.size())));
 }
 
@@ -85,15 +90,16 @@ inline std::uint32_t hashed_threshold(const HashedSlots& how, const std::vector<
 }
 
 /// Entries at or above the threshold.
-inline std::vector<Entry> hashed_candidates(const HashedSlots& how, UnitView unit, std::uint32_t seed) {
-  std::vector<Entry> entries = entries_of(unit);
+inline std::vector<Entry> hashed_candidates(const HashedSlots& how, UnitView unit, std::uint32_t seed,
+                                            Side side = Side::both) {
+  std::vector<Entry> entries = entries_of(unit, side);
   if (entries.empty()) return entries;
   const std::uint32_t threshold = hashed_threshold(how, entries, seed);
   std::erase_if(entries, [threshold](const Entry& entry) { return key(entry.value) < threshold; });
   return entries;
 }
 
-inline SparseGradient hashed_slots(const HashedSlots& how, UnitView unit, std::uint32_t seed) {
+inline SparseGradient hashed_slots(const HashedSlots& how, UnitView unit, std::uint32_t seed, Side side = Side::both) {
   std::size_t numel = 0;
   for (const UnitSegment& segment : unit) numel += segment.numel;
   if (numel == 0) return {};
@@ -102,7 +108,7 @@ inline SparseGradient hashed_slots(const HashedSlots& how, UnitView unit, std::u
   const std::size_t slots = layout_a ? k : 4 * k;
 
   std::map<std::uint32_t, Entry> table;
-  for (const Entry& entry : hashed_candidates(how, unit, seed)) {
+  for (const Entry& entry : hashed_candidates(how, unit, seed, side)) {
     const std::uint32_t slot = draw(hash_counter(entry.index - unit.front().offset, seed), slots);
     const auto [place, is_free] = table.try_emplace(slot, entry);
     if (!is_free && beats(entry, place->second)) place->second = entry;
@@ -124,9 +130,9 @@ inline SparseGradient hashed_slots(const HashedSlots& how, UnitView unit, std::u
   return out;
 }
 
-inline SparseGradient select(const Selector& selector, UnitView unit, std::uint32_t seed) {
-  if (const auto* hashed = std::get_if<HashedSlots>(&selector)) return hashed_slots(*hashed, unit, seed);
-  return top_k(unit, density(selector));
+inline SparseGradient select(const Selector& selector, UnitView unit, std::uint32_t seed, Side side = Side::both) {
+  if (const auto* hashed = std::get_if<HashedSlots>(&selector)) return hashed_slots(*hashed, unit, seed, side);
+  return top_k(unit, density(selector), side);
 }
 
 }  // namespace thinwire::reference

@@ -41,10 +41,33 @@ inline float value_of(ValueCoding coding, int exponent, std::uint16_t half) {
   return float((half & 0x8000u) != 0 ? -magnitude : magnitude);
 }
 
+/// In f64: element i adds to lane i mod 16, neighbouring lanes are added until one is left.
+template <class Term>
+double block_sum(std::span<const float> block, const Term& term) {
+  std::vector<double> lanes(16, 0.0);
+  for (std::size_t i = 0; i < block.size(); ++i) lanes[i % 16] += term(block[i]);
+  while (lanes.size() > 1) {
+    std::vector<double> pairs;
+    for (std::size_t lane = 0; lane < lanes.size(); lane += 2) pairs.push_back(lanes[lane] + lanes[lane + 1]);
+    lanes = pairs;
+  }
+  return lanes[0];
+}
+
+/// Blocks of 4 096 are added in order.
+inline float shared_mean(std::span<const float> values) {
+  double sum = 0;
+  for (std::size_t begin = 0; begin < values.size(); begin += 4096)
+    sum += block_sum(values.subspan(begin, std::min<std::size_t>(4096, values.size() - begin)),
+                     [](float value) { return double(value); });
+  return float(sum / double(values.size()));
+}
+
 /// What receivers get of the values of one section.
 inline std::vector<float> received(ValueCoding coding, std::span<const float> values) {
   std::vector<float> out(values.begin(), values.end());
   if (coding == ValueCoding::f32) return out;
+  if (coding == ValueCoding::shared_mean) return std::vector<float>(out.size(), out.empty() ? 0 : shared_mean(out));
   const int exponent = exponent_of(coding, values);
   for (float& value : out) value = value_of(coding, exponent, half_of(coding, exponent, value));
   return out;

@@ -1,6 +1,8 @@
 // The wire format, written byte by byte from docs/wire_format.md. Everything is little-endian.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -82,7 +84,10 @@ inline void put_section(Bytes& out, const Section& section, const Codec& codec) 
   const int exponent = exponent_of(codec.values, sparse.values);
   put(out, 1, 1);
   put(out, elias_fano ? 1 : 0, 1);
-  put(out, codec.values == ValueCoding::f32 ? 0 : codec.values == ValueCoding::bf16 ? 1 : 2, 1);
+  constexpr std::array kValueCodings = {ValueCoding::f32, ValueCoding::bf16, ValueCoding::f16,
+                                        ValueCoding::shared_mean};
+  put(out, std::uint64_t(std::find(kValueCodings.begin(), kValueCodings.end(), codec.values) - kValueCodings.begin()),
+      1);
   put(out, sparse.hashed_order ? 1 : 0, 1);
   put(out, sparse.begin, 4);
   put(out, sparse.extent, 4);
@@ -97,7 +102,9 @@ inline void put_section(Bytes& out, const Section& section, const Codec& codec) 
     for (const std::uint32_t index : sparse.indices) put(out, index, 4);
   if (codec.values == ValueCoding::f32)
     for (const float value : sparse.values) put(out, std::bit_cast<std::uint32_t>(value), 4);
-  else
+  else if (codec.values == ValueCoding::shared_mean) {
+    if (!sparse.values.empty()) put(out, std::bit_cast<std::uint32_t>(shared_mean(sparse.values)), 4);
+  } else
     for (const float value : sparse.values) put(out, half_of(codec.values, exponent, value), 2);
   while (out.size() % 4 != 0) put(out, 0, 1);
 }
@@ -193,13 +200,13 @@ inline std::vector<ReadSection> read_sections(const Bytes& bytes) {
       section.indices = read_elias_fano(bytes, at, section, count, l);
     else if (section.kind == 1)
       for (std::size_t j = 0; j < count; ++j, at += 4) section.indices.push_back(std::uint32_t(number(bytes, at, 4)));
-    for (std::size_t j = 0; j < count; ++j, at += value_coding == 0 ? 4 : 2)
-      if (value_coding == 0)
+    for (std::size_t j = 0; j < count; ++j, at += value_coding == 0 ? 4 : value_coding == 3 ? 0 : 2)
+      if (value_coding == 0 || value_coding == 3)
         section.values.push_back(std::bit_cast<float>(std::uint32_t(number(bytes, at, 4))));
       else
         section.values.push_back(value_of(value_coding == 1 ? ValueCoding::bf16 : ValueCoding::f16, exponent,
                                           std::uint16_t(number(bytes, at, 2))));
-    at = (at + 3) / 4 * 4;
+    at = (at + 3) / 4 * 4 + (value_coding == 3 && count > 0 ? 4 : 0);
     sections.push_back(std::move(section));
   }
   return sections;

@@ -31,9 +31,11 @@ from ._thinwire import (
     TrimmedTopK,
     Work,
     dense,
+    dgc,
     dragonn,
     make_thread_communicators,
     redsync,
+    redsync_quantized,
     select,
     top_k,
 )
@@ -56,9 +58,11 @@ __all__ = [
     "Work",
     "__version__",
     "dense",
+    "dgc",
     "dragonn",
     "make_thread_communicators",
     "redsync",
+    "redsync_quantized",
     "select",
     "top_k",
 ]

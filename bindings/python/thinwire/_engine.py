@@ -118,6 +118,7 @@ class Engine:
             "step": state["step"],
             "residual": {name: torch.from_dlpack(v) for name, v in state["residual"].items()},
             "velocity": {name: torch.from_dlpack(u) for name, u in state["velocity"].items()},
+            "selection": state["selection"],
             **(none if self._momentum is None else self._momentum.state_dict()),
         }
 
@@ -136,7 +137,12 @@ class Engine:
                 f"rank {mine[0]} of {mine[1]} was given the state of rank {saved[0]} of {saved[1]}: residuals differ "
                 "from rank to rank, so each rank saves and loads its own",
             )
-        self.reducer.load(state["step"], _host_arrays(state["residual"]), _host_arrays(state["velocity"]))
+        self.reducer.load(
+            state["step"],
+            _host_arrays(state["residual"]),
+            _host_arrays(state["velocity"]),
+            state.get("selection", {}),
+        )
         if self._momentum is not None:
             self._momentum.load_state_dict(state)
 
