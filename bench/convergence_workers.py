@@ -12,7 +12,6 @@ import thinwire
 TIMEOUT = 300.0  # seconds, for a worker that has stalled
 ROUNDING = 4 * np.finfo(np.float32).eps  # of a handful of f32 operations, relative to their largest operand
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)  # velocities of dead units decay down to it
-CLIP_ROUNDING = 1e-5  # the same where the factor of clipping is known to a few digits only
 
 
 class ConservationError(Exception):
@@ -131,17 +130,18 @@ def check_step(
     With a = v + x, the residual after the worker's gradient came in by the rule of momentum, in f32:
     the means are the same on all workers, bit for bit; what a worker did not send stays a, bit for bit; it changed no
     more than it says it sent; where no worker sent, the mean is 0; and the sum over the workers of a - v' is P times
-    the mean. Where gradients are clipped, a is known to some roundings only; where rounding is not fed back, the last
-    rule cannot hold and is left out.
+    the mean. Where rounding is not fed back, the last rule cannot hold and is left out.
     Errors: ConservationError.
     """
     ranks = len(before)
     for worker in range(1, ranks):
         if not np.array_equal(means[0].view(np.uint32), means[worker].view(np.uint32)):
             raise ConservationError(f"the means of workers 0 and {worker} differ")
-    balanced = mode == "flush" or getattr(options, "rounding_feedback", True)
-    clips = [1.0] * ranks if mode == "flush" else [clip_factor(options, row, ranks) for row in gradients]
-    rounding = ROUNDING if all(clip == 1.0 for clip in clips) else CLIP_ROUNDING
+    balanced = mode == "flush" or options.rounding_feedback
+    clips = [1.0] * ranks if mode == "flush" else [one.clip_factor for one in stats]
+    for worker, clip in enumerate(clips):
+        if mode != "flush" and not math.isclose(clip, clip_factor(options, gradients[worker], ranks), rel_tol=1e-5):
+            raise ConservationError(f"step {stats[0].step}: worker {worker} clipped its gradient by a factor of {clip}")
     changed = [0] * ranks
     for number, place in enumerate(places):
         here = slice(place.begin, place.end)
@@ -152,21 +152,17 @@ def check_step(
             v, u = before[worker][number]
             left = after[worker][number][0]
             x = np.zeros_like(v) if mode == "flush" else addend(options, u, gradients[worker, here], clips[worker])
-            a = v + x if options.error_feedback else x
-            scale = np.abs(v).astype(np.float64) + np.abs(x)
-            if clips[worker] == 1.0:
-                same = a.view(np.uint32) == left.view(np.uint32)
-                same |= (a == 0) & (left == 0)  # of either sign
-            else:
-                same = np.abs(a.astype(np.float64) - left) <= rounding * scale
+            a = accumulated(options, v, x, mode)
+            same = a.view(np.uint32) == left.view(np.uint32)
+            same |= (a == 0) & (left == 0)  # of either sign
             untouched &= same
             changed[worker] += np.count_nonzero(~same)
             sent += np.where(same, 0.0, a.astype(np.float64) - left)
-            size += scale + np.abs(left)
+            size += np.abs(v).astype(np.float64) + np.abs(x) + np.abs(left)
         mean = means[0, here].astype(np.float64)
-        wrong = untouched & (np.abs(mean) > (0.0 if rounding == ROUNDING else rounding * size))
+        wrong = untouched & (mean != 0)
         if balanced:
-            wrong |= np.abs(sent / ranks - mean) > rounding * size + ranks * SMALLEST
+            wrong |= np.abs(sent / ranks - mean) > ROUNDING * size + ranks * SMALLEST
         if wrong.any():
             at = int(np.argmax(wrong))
             raise ConservationError(
@@ -194,8 +190,16 @@ def addend(options: thinwire.ReducerOptions, u: np.ndarray, gradient: np.ndarray
     return m * velocity + g if options.nesterov else velocity
 
 
+def accumulated(options: thinwire.ReducerOptions, v: np.ndarray, x: np.ndarray, mode: str) -> np.ndarray:
+    """The residual when x has come in, each operation rounded to f32."""
+    if not options.error_feedback:
+        return x
+    decays = options.residual_decay != 1 and mode != "flush"
+    return (np.float32(options.residual_decay) * v if decays else v) + x
+
+
 def clip_factor(options: thinwire.ReducerOptions, gradient: np.ndarray, ranks: int) -> float:
     """What local clipping multiplies a worker's gradient [numel] by: it holds the norm to clip_norm · sqrt(ranks)."""
-    limit = getattr(options, "clip_norm", 0.0) * math.sqrt(ranks)
+    limit = options.clip_norm * math.sqrt(ranks)
     norm = float(np.linalg.norm(gradient.astype(np.float64)))
     return limit / norm if 0 < limit < norm else 1.0

@@ -196,8 +196,6 @@ def test_changes_beyond_what_was_sent_are_found() -> None:
 
 def test_clipping_is_known_to_the_check() -> None:
     options = options_of("top_k", 0.0)
-    if not hasattr(options, "clip_norm"):
-        pytest.skip("this thinwire does not clip")
     options.clip_norm = 0.5
     row = np.array([3.0, 4.0], np.float32)
     assert workers.clip_factor(options, row, 4) == pytest.approx(0.2)
