@@ -7,35 +7,28 @@ other, from the same initial weights, over the same examples in the same order.
 """
 
 import argparse
-import json
-import os
-import sys
-import zlib
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import training
 from fashion_mnist_data import DatasetError, load, locate
-from fashion_mnist_record import Record, gather
 from progress import Progress
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from training_record import Record
 
-import thinwire
 import thinwire.ddp
 
 BATCH = 128  # examples a step, of all ranks together
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
-TIMEOUT = timedelta(minutes=2)  # for a rank that has stalled
-EVALUATIONS = 6  # during a run, the last one at its end
-METHODS = ("dense", "redsync", "dragonn", "dragonn_a", "top_k", "no error feedback")
-TASKS = {  # channels of the two convolutions, width of the hidden layer
-    "T1": (16, 32, 512),  # 813,258 parameters
-    "T1s": (8, 16, 256),  # 204,778 parameters
+TASKS = {  # channels of the convolutions, 0 for pooling by 2; widths of the hidden layers
+    "T1": ((16, 0, 32, 0), (512,)),  # 813,258 parameters
+    "T1s": ((8, 0, 16, 0), (256,)),  # 204,778 parameters
+    "T3": ((32, 64, 0, 64, 64, 0, 128, 0), (64,)),  # 241,290 parameters, several tensors of more than 10,000
 }
 
 
@@ -59,37 +52,30 @@ class Images:
 
 
 def network(task: str) -> nn.Module:
-    """Two convolutions and two linear layers, for images [b, 1, 28, 28]."""
-    first, second, hidden = TASKS[task]
-    layers = nn.Sequential(
-        nn.Conv2d(1, first, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(first, second, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(second * 7 * 7, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 10),
-    )
-    return layers.to(memory_format=torch.channels_last)  # convolution and pooling are faster that way on CPU
+    """3x3 convolutions, then linear layers, for images [b, 1, 28, 28]; ReLU between them."""
+    convolutions, widths = TASKS[task]
+    layers: list[nn.Module] = []
+    channels, side = 1, 28
+    for wanted in convolutions:
+        if wanted:
+            layers += [nn.Conv2d(channels, wanted, 3, padding=1), nn.ReLU()]
+            channels = wanted
+        else:
+            layers.append(nn.MaxPool2d(2))
+            side //= 2
+    layers.append(nn.Flatten())
+    inputs = channels * side * side
+    for width in widths:
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+        inputs = width
+    layers.append(nn.Linear(inputs, 10))
+    # convolution and pooling are faster that way on CPU
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
-def compression(method: str, density: float, dense_steps: int, seed: int) -> thinwire.ReducerOptions:
-    """The options of a method, by its name here."""
-    if method == "redsync":
-        options = thinwire.redsync(density)
-    elif method in ("dragonn", "dragonn_a"):
-        options = thinwire.dragonn(density, layout="a" if method == "dragonn_a" else "b")
-    else:
-        options = thinwire.top_k(density)
-    if method == "no error feedback":  # the control: what is not sent is lost; the optimizer keeps its momentum
-        options.error_feedback = False
-        options.unit = "parameter"
-    options.schedule = thinwire.Schedule(dense_steps=dense_steps)
-    options.seed = seed
-    return options
+def rate_factor(step: int, steps: int, warmup: int) -> float:
+    """What the learning rate is multiplied by: up in `warmup` steps, then down to 0."""
+    return min((step + 1) / warmup, (steps - step) / (steps - warmup))
 
 
 def train(method: str, args: argparse.Namespace, train_set: Images, test_set: Images) -> dict:
@@ -102,18 +88,18 @@ def train(method: str, args: argparse.Namespace, train_set: Images, test_set: Im
     # All there is of thinwire in a training script: choose a method, attach it. Without these lines it is plain DDP.
     handle = None
     if method != "dense":
-        options = compression(method, args.density, args.warmup, args.seed)
-        handle = thinwire.ddp.attach(model, options, optimizer, timeout=TIMEOUT)
+        last = len(model.module) - 1
+        options = training.compression(method, args.density, args.warmup, args.seed, output_layer=[f"{last}.*"])
+        handle = thinwire.ddp.attach(model, options, optimizer, timeout=training.TIMEOUT)
 
-    examples = example_order(len(train_set), args, rank, ranks)
+    order = example_order(len(train_set), args.epochs, args.seed)
+    examples = order.reshape(len(order), ranks, BATCH // ranks)[:, rank]
     steps = len(examples)
     if not 0 < args.warmup < steps:
         raise ValueError(f"--warmup {args.warmup} must be above 0 and below the number of steps, {steps}")
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / args.warmup, (steps - step) / (steps - args.warmup))
-    )
-    evaluate_after = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
-    record = Record(steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, steps, args.warmup))
+    evaluate_after = training.evaluation_steps(steps)
+    record = Record(steps, "accuracy")
     progress = Progress(method, steps)
     for step in range(steps):
         images, labels = train_set.batch(examples[step])
@@ -125,62 +111,47 @@ def train(method: str, args: argparse.Namespace, train_set: Images, test_set: Im
         record.end_step(step, loss, handle.stats() if handle else None)
         schedule.step()
         if step + 1 in evaluate_after:
-            record.accuracy.append((step + 1, evaluate(model.module, test_set)))
+            record.evaluations.append((step + 1, evaluate(model.module, test_set)))
         if rank == 0:
-            accuracy = f"accuracy {record.accuracy[-1][1]:.2f} %" if record.accuracy else ""
+            accuracy = f"accuracy {record.evaluations[-1][1]:.2f} %" if record.evaluations else ""
             progress.update(step + 1, f"loss {loss.item():.3f}  {accuracy}")
     # What waits in the residuals now has no weight, since the learning rate has come down to 0. Where it has not,
     # `handle.flush()` and one more `optimizer.step()` apply it.
 
-    checksum = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    if len(set(gather(checksum))) != 1:
-        raise RuntimeError(f"{method}: the ranks hold different parameters after {steps} steps")
+    measured = training.result(method, args, model, record, task=args.task)
     if handle:
         handle.detach()
-    return {
-        "method": method,
-        "density": 1.0 if method == "dense" else args.density,
-        "ranks": ranks,
-        "seed": args.seed,
-        "task": args.task,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "steps": steps,
-        "dense_steps": steps if method == "dense" else args.warmup,
-        **record.summary(sum(p.numel() for p in model.parameters())),
-    }
+    return measured
 
 
-def example_order(count: int, args: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
-    """Indices [steps, BATCH / ranks] of this rank's examples: its share of an order that depends on the seed alone."""
-    generator = torch.Generator().manual_seed(args.seed)
-    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(args.epochs)])
+def example_order(count: int, epochs: int, seed: int) -> torch.Tensor:
+    """Indices [steps, BATCH] of the examples, in an order that depends on the seed alone; ranks share a step's."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])
     steps = len(order) // BATCH
-    return order[: steps * BATCH].reshape(steps, ranks, BATCH // ranks)[:, rank]
+    return order[: steps * BATCH].reshape(steps, BATCH)
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, test_set: Images) -> float:
     """Accuracy on the test set in percent; each rank looks at its share of the images."""
-    correct = torch.zeros(())
-    for share in torch.arange(len(test_set))[dist.get_rank() :: dist.get_world_size()].split(250):
-        images, labels = test_set.batch(share)
-        correct += (model(images).argmax(1) == labels).sum()
+    correct = count_correct(model, test_set, torch.arange(len(test_set))[dist.get_rank() :: dist.get_world_size()])
     dist.all_reduce(correct)
     return 100 * correct.item() / len(test_set)
 
 
+def count_correct(model: nn.Module, images: Images, indices: torch.Tensor) -> torch.Tensor:
+    """How many of these images the model gets right, a scalar f32."""
+    correct = torch.zeros(())
+    for share in indices.split(250):
+        inputs, labels = images.batch(share)
+        correct += (model(inputs).argmax(1) == labels).sum()
+    return correct
+
+
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Train a small CNN on Fashion-MNIST; start it with torchrun.")
-    parser.add_argument(
-        "--method",
-        nargs="+",
-        choices=METHODS,
-        default=["redsync"],
-        metavar="METHOD",
-        help="one or several of: " + ", ".join(METHODS),
-    )
-    parser.add_argument("--density", type=float, default=0.001, help="share of the entries sent (default 0.001)")
+    parser = training.parser_of("Train a small CNN on Fashion-MNIST", density=0.001)
     parser.add_argument("--epochs", type=int, default=3, help="default 3")
     parser.add_argument(
         "--warmup",
@@ -189,11 +160,10 @@ def parse_arguments() -> argparse.Namespace:
         metavar="STEPS",
         help="dense steps before compression starts, and warm-up of the learning rate (default 100)",
     )
-    parser.add_argument("--task", choices=TASKS, default="T1", help="T1: 813,258 parameters, T1s: 204,778")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, order of examples and hashing (default 1)")
+    parser.add_argument(
+        "--task", choices=TASKS, default="T1", help="T1: 813,258 parameters, T1s: 204,778, T3: five convolutions"
+    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with Fashion-MNIST's four files")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there, as JSON")
-    parser.add_argument("--smoke", action="store_true", help="a few dozen steps on a small part of the data")
     return parser.parse_args()
 
 
@@ -208,50 +178,25 @@ def load_data(folder: Path | None) -> tuple[Images, Images]:
     dist.broadcast_object_list(found)
     if found[1]:
         raise found[1]
-    halves = (map(torch.tensor, load(found[0], part)) for part in ("train", "test"))
-    train_set, test_set = (Images(pixels, labels.long()) for pixels, labels in halves)
-    return train_set, test_set
+    return read_images(found[0], "train"), read_images(found[0], "test")
+
+
+def read_images(folder: Path, part: str) -> Images:
+    """The "train" or "test" set from a folder."""
+    pixels, labels = map(torch.tensor, load(folder, part))
+    return Images(pixels, labels.long())
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains with each method in turn; rank 0 prints and writes the results."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Trains with each method in turn."""
     train_set, test_set = load_data(args.data)
     if args.smoke:
         args.epochs, args.warmup = 1, 10
         train_set, test_set = train_set.first(40 * BATCH), test_set.first(1000)
-    if BATCH % ranks != 0:
-        raise ValueError(f"{BATCH} examples a step cannot be shared evenly by {ranks} ranks")
-    results = []
-    for method in args.method:
-        result = train(method, args, train_set, test_set)
-        results.append(result)
-        if rank == 0:
-            print(
-                f"{method}: test accuracy {result['test_accuracy']:.2f} %, "
-                f"{result['bytes_sent_per_step'] / 1e3:.1f} kB sent per step and rank "
-                f"(dense {result['dense_bytes_per_step'] / 1e3:.1f} kB), {result['train_seconds']:.0f} s",
-                flush=True,
-            )
-    if rank == 0 and args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1))
-
-
-def main() -> None:
-    """Connects the ranks and trains with each method in turn."""
-    args = parse_arguments()
-    if "RANK" not in os.environ:
-        sys.exit("Start it with torchrun, for instance: torchrun --nproc-per-node 4 examples/fashion_mnist.py")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    try:
-        run(args)
-    except (DatasetError, thinwire.Error, ValueError) as error:
-        sys.exit(f"rank {dist.get_rank()}: {error}")
-    finally:
-        dist.destroy_process_group()
+    if BATCH % dist.get_world_size() != 0:
+        raise ValueError(f"{BATCH} examples a step cannot be shared evenly by {dist.get_world_size()} ranks")
+    training.run_methods(args, lambda method: train(method, args, train_set, test_set))
 
 
 if __name__ == "__main__":
-    main()
+    training.start(parse_arguments(), run, DatasetError)

@@ -8,7 +8,7 @@ say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 packages=(g++ cmake ninja-build ccache clang-format clang-tidy libhwy-dev libgtest-dev libbenchmark-dev libcli11-dev
-  nlohmann-json3-dev python3-dev python3-venv dataset-fashion-mnist iproute2)
+  nlohmann-json3-dev python3-dev python3-venv dataset-fashion-mnist bible-kjv bible-kjv-text iproute2)
 
 if command -v dpkg-query >/dev/null; then
   missing=()

@@ -1,4 +1,4 @@
-"""What one training run measures: losses, accuracies, bytes and times."""
+"""What one training run measures: losses, accuracies or perplexities, bytes and times."""
 
 import time
 from statistics import fmean, median
@@ -19,8 +19,11 @@ def gather(value: float) -> list[float]:
 class Record:
     """Collects one run on one rank. Every rank calls every method, since `summary` compares notes."""
 
-    def __init__(self, steps: int) -> None:
-        self.accuracy: list[tuple[int, float]] = []
+    def __init__(self, steps: int, metric: str) -> None:
+        """`metric` is the name of what is evaluated now and then."""
+        self.steps = steps
+        self.evaluations: list[tuple[int, float]] = []  # steps done, value
+        self._metric = metric
         self._losses = torch.zeros(steps)
         self._compute: list[float] = []
         self._stats: list[thinwire.StepStats] = []
@@ -56,7 +59,7 @@ class Record:
             return fmean(gather(1e3 * seconds))
 
         return {
-            "test_accuracy": self.accuracy[-1][1],
+            f"test_{self._metric}": self.evaluations[-1][1],
             "bytes_sent_per_step": fmean(gather(fmean(s.bytes_sent for s in stats) if stats else dense_bytes)),
             "small_bytes_per_step": fmean(s.small_bytes_sent for s in stats) if stats else 0.0,
             "dense_bytes_per_step": dense_bytes,
@@ -70,6 +73,6 @@ class Record:
             "compute_ms": fmean(gather(1e3 * median(self._compute))),
             "step_ms": 1e3 * self._train_seconds / steps,
             "train_seconds": self._train_seconds,
-            "accuracy_curve": self.accuracy,
+            f"{self._metric}_curve": self.evaluations,
             "loss_curve": [round(loss, 5) for loss in (losses / ranks).tolist()],
         }
