@@ -40,16 +40,20 @@ void expect_same_as_parts(std::size_t numel, const MomentumRule& rule, Distribut
                                     << ", masking " << masking << ", momentum " << rule.momentum);
   State fused(numel, rule);
   State apart(numel, rule);
+  SelectionMemory fused_memory, apart_memory;
   for (std::uint32_t step = 0; step < 3; ++step) {
     GradientBuffer gradient(fused.bucket(distribution, step));
     SparseGradient sent;
     TakenEntries taken;
-    accumulate_and_select(selector, fused.unit, gradient.view(), step, masking, selection, sent, taken, side);
+    accumulate_and_select(selector, fused.unit, gradient.view(), step, masking, selection, sent, taken, side,
+                          &fused_memory);
 
     Residual::accumulate(apart.unit, gradient.view());
     const std::vector<UnitSegment> view = {Residual::view(apart.unit[0]), Residual::view(apart.unit[1])};
     SparseGradient expected;
-    select(selector, view, step, expected, side);
+    select(selector, view, step, expected, side, &apart_memory);
+    ASSERT_EQ(fused_memory.uses, apart_memory.uses);
+    ASSERT_EQ(fused_memory.ratio, apart_memory.ratio);
     ASSERT_EQ(sent.indices, expected.indices);
     ASSERT_TRUE(same_bits(sent.values, expected.values));
     if (std::holds_alternative<TopK>(selector) && selection.fallbacks() == 0) {

@@ -42,7 +42,7 @@ class Candidates {
   /// True if the k best of the unit are among those held, or the bound was so low that all of its entries are.
   bool complete() const noexcept { return found_ >= k_ || first_bound_ <= 1; }
   std::uint32_t first_bound() const noexcept { return first_bound_; }
-  /// How many reached the bound; more than k if one was passed over since, because more than k had done so before.
+  /// How many reached the bound. It rises once more than 2k have: from then on this is only the least that there are.
   std::size_t found() const noexcept { return found_; }
   /// The values of the min(k, found) best, ascending by index; until the next call.
   std::span<const float> best();

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire
-from thinwire import Codec, HashedSlots, ParameterRule, ReducerOptions, SampledTopK, Schedule, ThresholdSearch, TopK, TrimmedTopK
+from thinwire import (
+    Codec,
+    HashedSlots,
+    ParameterRule,
+    ReducerOptions,
+    SampledTopK,
+    Schedule,
+    ThresholdSearch,
+    TopK,
+    TrimmedTopK,
+)
 
 densities = st.floats(1e-6, 1.0)
 fractions = st.floats(1e-3, 0.999)
