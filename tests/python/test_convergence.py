@@ -193,7 +193,7 @@ def test_wrong_means_are_found() -> None:
 def test_changes_beyond_what_was_sent_are_found() -> None:
     step = one_step()
     step["stats"] = [Stats(one) for one in step["stats"]]
-    with pytest.raises(workers.ConservationError, match="worker 0 changed .* elements of its residuals, but says"):
+    with pytest.raises(workers.ConservationError, match=r"worker 0 changed \d+ elements of its residuals, but says"):
         workers.check_step(**step)
 
 
