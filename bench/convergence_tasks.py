@@ -25,6 +25,8 @@ import word_lm
 
 import thinwire
 
+EPOCHS = {"T1s": 3, "T1": 3, "T3": 3}
+EVALUATIONS = {"T3": 2, "T2": 4}  # during a run, the last one at its end; training.EVALUATIONS of the others
 DENSE_STEPS = 100  # at the beginning of a run
 CHECK_EVERY = 100  # steps: nothing lost, and the same means on all workers
 LAST_DENSE = 200  # steps at the end of a run that switches back
@@ -62,12 +64,11 @@ class ImageTask:
     def __init__(self, name: str, seed: int, quick: bool) -> None:
         train_set, self._test_set = _images(quick)
         self.model = fashion_mnist.network(name)
-        self._order = fashion_mnist.example_order(len(train_set), 1 if quick else 3, seed)
+        self._order = fashion_mnist.example_order(len(train_set), 1 if quick else EPOCHS[name], seed)
         self._train_set = train_set
         self.steps = len(self._order)
         self.dense_steps = QUICK_DENSE if quick else DENSE_STEPS
         self.output_layer = [f"{len(self.model) - 1}.*"]
-        self.evaluations = 3 if name == "T3" else training.EVALUATIONS
 
     def rate_factor(self, step: int) -> float:
         """Of the learning rate."""
@@ -91,7 +92,7 @@ class WordTask:
 
     metric, better, unit = "validation perplexity", "lower", "%"
     momentum, learning_rate, clip_norm = 0.0, word_lm.LEARNING_RATE, word_lm.CLIP_NORM
-    output_layer, evaluations = word_lm.OUTPUT_LAYER, 4
+    output_layer = word_lm.OUTPUT_LAYER
 
     def __init__(self, name: str, seed: int, quick: bool) -> None:
         del name, seed  # the seed is that of the weights, and set already
@@ -168,7 +169,7 @@ def run(job: Job, quick: bool = False) -> dict:
     begin, cpu = time.perf_counter(), time.process_time()
     task = TASKS[job.task](job.task, job.seed, quick)
     flat = FlatModel(task.model)
-    measured = _train_dense(task, flat) if job.method == "dense" else _train_workers(job, task, flat, quick)
+    measured = _train_dense(job, task, flat) if job.method == "dense" else _train_workers(job, task, flat, quick)
     return {
         **asdict(job),
         "metric": task.metric,
@@ -182,13 +183,13 @@ def run(job: Job, quick: bool = False) -> dict:
     }
 
 
-def _train_dense(task: Task, flat: FlatModel) -> dict:
+def _train_dense(job: Job, task: Task, flat: FlatModel) -> dict:
     """Plain SGD over the whole batch."""
     optimizer = torch.optim.SGD([flat.flat], lr=task.learning_rate, momentum=task.momentum)
     flat.flat.grad = torch.zeros_like(flat.flat)
     views = flat.views(flat.flat.grad)
     losses, evaluations = [], []
-    evaluate_after = training.evaluation_steps(task.steps, task.evaluations)
+    evaluate_after = training.evaluation_steps(task.steps, EVALUATIONS.get(job.task, training.EVALUATIONS))
     for step in range(task.steps):
         optimizer.param_groups[0]["lr"] = task.learning_rate * task.rate_factor(step)
         (loss,) = task.losses(step, 1)
@@ -211,7 +212,7 @@ def _train_workers(job: Job, task: Task, flat: FlatModel, quick: bool) -> dict:
     flat.flat.grad = gradients[0]
     views = [flat.views(row) for row in gradients]
     losses, evaluations, sent, density = [], [], [], []
-    evaluate_after = training.evaluation_steps(task.steps, task.evaluations)
+    evaluate_after = training.evaluation_steps(task.steps, EVALUATIONS.get(job.task, training.EVALUATIONS))
     last_dense = (QUICK_LAST if quick else LAST_DENSE) if job.variant == SWITCH else 0
     check_every = QUICK_CHECK if quick else CHECK_EVERY
     for step in range(task.steps):

@@ -46,13 +46,13 @@ def quick(images: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_quick_run_writes_everything(quick: tuple[Path, str]) -> None:
     folder, output = quick
     rows = json.loads((folder / "results.json").read_text())
-    assert [(row["method"], row["variant"]) for row in rows] == [("dense", ""), ("redsync", "switch"), ("top_k", "")]
-    dense, switch, top_k = rows
+    assert [(row["method"], row["variant"]) for row in rows] == [("dense", ""), ("top_k", ""), ("redsync", "switch")]
+    dense, top_k, switch = rows
     for row in rows:
         assert (row["task"], row["seed"], row["steps"], row["parameters"]) == ("T1s", 1, 30, 204_778)
         assert row["metric"] == "test accuracy" and 20 < row["value"] < 95 and row["dense_mean"] == dense["value"]
-    small = 4 * (204_778 - 200_704)  # all but the first linear layer travel whole: 2 (P - 1) / P of them
-    assert top_k["bytes_sent_per_step"] == pytest.approx(1.5 * small, rel=1) and top_k["ranks"] == 4
+    block = 4 * (204_778 - 200_704) + 8 * 201  # all but the first linear layer travel whole
+    assert top_k["bytes_sent_per_step"] == pytest.approx(3 * block, rel=0.02) and top_k["ranks"] == 4
     assert top_k["density_sent"] == pytest.approx(0.001, rel=0.01)
     assert [one["after_step"] for one in switch["switch"]["switches"]] == [10, 20]
     assert (folder / "T1s.png").stat().st_size > 5000
@@ -94,10 +94,15 @@ def test_interrupted_run_is_made_again(quick: tuple[Path, str], tmp_path: Path) 
     assert runs.read(tasks.Job("T1s", "top_k", 0.001, 4, 2)) is None
 
 
-def test_everything_sent_trains_as_dense_does(images: None) -> None:
-    dense = tasks.run(tasks.Job("T1s", "dense", 1.0, 1, 1), quick=True)
-    whole = tasks.run(tasks.Job("T1s", "top_k", 1.0, 4, 1), quick=True)
-    np.testing.assert_allclose(whole["losses"][:20], dense["losses"][:20], rtol=2e-2)
+def test_workers_train_as_dense_does_until_compression_starts(quick: tuple[Path, str]) -> None:
+    folder, _ = quick
+    losses = {}
+    for file in (folder / "runs").iterdir():
+        measured = json.loads(file.read_text())
+        losses[measured["method"]] = measured["losses"]
+    for method in ("top_k", "redsync"):  # 10 dense steps; the 11th loss is that of the weights they made
+        np.testing.assert_allclose(losses[method][:11], losses["dense"][:11], rtol=1e-3)
+        assert abs(losses[method][14] - losses["dense"][14]) > 1e-3
 
 
 RANKS = 3
@@ -187,11 +192,18 @@ def test_wrong_means_are_found() -> None:
 
 def test_changes_beyond_what_was_sent_are_found() -> None:
     step = one_step()
-    for number, sign in ((0, 1), (1, -1)):  # what one worker loses another one gains, so that the sums are right
-        step["after"][number][1][0][:100] += np.float32(sign)
-    step["options"].error_feedback = True
-    with pytest.raises(workers.ConservationError):
+    step["stats"] = [Stats(one) for one in step["stats"]]
+    with pytest.raises(workers.ConservationError, match=r"worker 0 changed \d+ elements of its residuals, but says"):
         workers.check_step(**step)
+
+
+class Stats:
+    """Stats of a worker that says it sent one entry."""
+
+    entries_sent = 1
+
+    def __init__(self, stats: thinwire.StepStats) -> None:
+        self.step, self.clip_factor, self.sparse_numel = stats.step, stats.clip_factor, stats.sparse_numel
 
 
 def test_clipping_is_known_to_the_check() -> None:
@@ -310,11 +322,7 @@ def test_bad_input_gives_one_sentence(
     assert status != 0 and words in capsys.readouterr().err
 
 
-def test_a_failing_run_ends_all_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if hasattr(thinwire, "no_such_preset"):
-        pytest.fail("choose another name")
+def test_what_thinwire_lacks_is_named() -> None:
     with pytest.raises(tasks.training.MissingFeature, match=r"has no no_such_preset\(\)"):
         tasks.training.preset("no_such_preset", 0.1)
     with pytest.raises(tasks.training.MissingFeature, match="has no option no_such_option"):

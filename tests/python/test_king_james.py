@@ -61,10 +61,10 @@ def word_lm(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
 @needs_text
 def test_short_training_with_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
-    done = word_lm(2, "--method", "dense", "top_k", "--vocabulary", "500", "--width", "32", "--out", str(out))
+    done = word_lm(2, "--method", "dense", "top_k", "--vocabulary", "500", "--width", "64", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     dense, top_k = json.loads(out.read_text())
-    parameters = 500 * 32 + 2 * (2 * 4 * 32 * 32 + 2 * 4 * 32) + 500
+    parameters = 500 * 64 + 2 * (2 * 4 * 64 * 64 + 2 * 4 * 64) + 500
     for run in (dense, top_k):
         assert (run["ranks"], run["parameters"], run["vocabulary"], run["steps"]) == (2, parameters, 500, 30)
         assert run["loss_curve"][0] == pytest.approx(6.2, abs=0.1) and run["loss_curve"][-1] < 5.9
@@ -72,7 +72,7 @@ def test_short_training_with_two_ranks(tmp_path: Path) -> None:
     # the same for as long as both are dense: clipping apart, which is of the mean in one and of the shares in the other
     assert dense["loss_curve"][0] == pytest.approx(top_k["loss_curve"][0], abs=1e-4)
     assert top_k["density_sent"] == pytest.approx(0.01, rel=0.01)
-    assert top_k["bytes_sent_per_step"] < 0.5 * top_k["dense_bytes_per_step"]
+    assert top_k["bytes_sent_per_step"] < 0.1 * top_k["dense_bytes_per_step"]
 
 
 @needs_text
