@@ -31,7 +31,7 @@ from convergence_tasks import TASKS, Job, run
 from convergence_workers import ConservationError
 from fashion_mnist_data import DatasetError
 from king_james_data import TextError
-from training import METHODS, MissingFeature
+from training import METHODS
 
 import thinwire
 
@@ -63,7 +63,7 @@ def jobs_of(cells: list[report.Cell], seeds: int) -> list[Job]:
 
     def rank(cell: report.Cell) -> tuple:
         first = cell[1] == "dense" or cell[4] == SWITCH or report.gate_of(cell) is not None
-        return not first, order.index(cell[0]), cell[1] != "dense"
+        return cell[0] == "T3", not first, order.index(cell[0]), cell[1] != "dense"
 
     return [
         Job(task, method, density, ranks, seed, variant)
@@ -187,7 +187,6 @@ FAILURES = (
     ConservationError,
     DatasetError,
     TextError,
-    MissingFeature,
     BrokenProcessPool,
     thinwire.Error,
     RuntimeError,

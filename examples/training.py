@@ -23,36 +23,21 @@ EVALUATIONS = 6  # during a run, the last one at its end
 
 # By name: the options for a density, given the patterns of the output layer's parameters.
 METHODS: dict[str, Callable[[float, Sequence[str]], thinwire.ReducerOptions]] = {
-    "top_k": lambda density, _: preset("top_k", density),
-    "redsync": lambda density, _: preset("redsync", density),
-    "redsync_quantized": lambda density, output: preset("redsync_quantized", density, output_layer=list(output)),
-    "redsync_quantized_paper_rule": lambda density, output: set_options(
-        preset("redsync_quantized", density, output_layer=list(output)), rounding_feedback=False
-    ),
-    "dragonn": lambda density, _: preset("dragonn", density, layout="b"),
-    "dragonn_a": lambda density, _: preset("dragonn", density, layout="a"),
-    "dgc": lambda density, _: preset("dgc", density),
+    "top_k": lambda density, _: thinwire.top_k(density),
+    "redsync": lambda density, _: thinwire.redsync(density),
+    "redsync_quantized": lambda density, output: thinwire.redsync_quantized(density, output_layer=output),
+    "redsync_quantized_paper_rule": lambda density, output: paper_rule(density, output),
+    "dragonn": lambda density, _: thinwire.dragonn(density),
+    "dragonn_a": lambda density, _: thinwire.dragonn(density, layout="a"),
+    "dgc": lambda density, _: thinwire.dgc(density),
 }
 CONTROL = "no error feedback"  # top-k of the local gradient; what is not sent is lost
 
 
-class MissingFeature(Exception):
-    """The thinwire that is installed lacks something; the message names it."""
-
-
-def preset(name: str, density: float, **arguments: Any) -> thinwire.ReducerOptions:
-    """thinwire.name(density=density, ...)."""
-    if not hasattr(thinwire, name):
-        raise MissingFeature(f"the thinwire that is installed, {thinwire.__version__}, has no {name}()")
-    return getattr(thinwire, name)(density=density, **arguments)
-
-
-def set_options(options: thinwire.ReducerOptions, **values: Any) -> thinwire.ReducerOptions:
-    """The same options with these fields set."""
-    for name, value in values.items():
-        if not hasattr(options, name):
-            raise MissingFeature(f"the thinwire that is installed, {thinwire.__version__}, has no option {name}")
-        setattr(options, name, value)
+def paper_rule(density: float, output_layer: Sequence[str]) -> thinwire.ReducerOptions:
+    """RedSync's quantization as its code does it: what the mean does not say is dropped."""
+    options = thinwire.redsync_quantized(density, output_layer=output_layer)
+    options.rounding_feedback = False
     return options
 
 
@@ -65,11 +50,15 @@ def compression(
     mean; 0 for none.
     """
     if method == CONTROL:  # the optimizer keeps its momentum
-        options = set_options(preset("top_k", density), error_feedback=False, unit="parameter")
+        options = thinwire.top_k(density)
+        options.error_feedback = False
+        options.unit = "parameter"
     else:
         options = METHODS[method](density, output_layer)
-    set_options(options, schedule=thinwire.Schedule(dense_steps=dense_steps), seed=seed)
-    return set_options(options, clip_norm=clip_norm) if clip_norm else options
+    options.schedule = thinwire.Schedule(dense_steps=dense_steps)
+    options.seed = seed
+    options.clip_norm = clip_norm
+    return options
 
 
 def evaluation_steps(steps: int, evaluations: int = EVALUATIONS) -> set[int]:
@@ -145,7 +134,7 @@ def start(args: argparse.Namespace, run: Callable[[argparse.Namespace], None], *
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         run(args)
-    except (*errors, MissingFeature, thinwire.Error, ValueError) as error:
+    except (*errors, thinwire.Error, ValueError) as error:
         sys.exit(f"rank {dist.get_rank()}: {error}")
     finally:
         dist.destroy_process_group()

@@ -322,13 +322,6 @@ def test_bad_input_gives_one_sentence(
     assert status != 0 and words in capsys.readouterr().err
 
 
-def test_what_thinwire_lacks_is_named() -> None:
-    with pytest.raises(tasks.training.MissingFeature, match=r"has no no_such_preset\(\)"):
-        tasks.training.preset("no_such_preset", 0.1)
-    with pytest.raises(tasks.training.MissingFeature, match="has no option no_such_option"):
-        tasks.training.set_options(thinwire.top_k(), no_such_option=1)
-
-
 def test_list_tells_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["convergence.py", "--list", "--tasks", "T2", "--out", str(tmp_path)])
     begin = time.monotonic()
