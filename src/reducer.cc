@@ -1,12 +1,12 @@
 // The spine: a gradient's way from backward to the mean. Everything here happens in the order in which it stands.
 #include "thinwire/reducer.h"
 
-#include <chrono>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
 #include "core/lane.h"
+#include "reducer/held_jobs.h"
 #include "reducer/job.h"
 #include "reducer/work.h"
 
@@ -76,7 +76,7 @@ struct Reducer::Impl {
     job->number = jobs++;
     if (!in_step && !job->failure)
       job->failure = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "reduce was called before begin_step"));
-    if (pipeline.clips(mode) && !released)
+    if (held.holding())
       hold(job);
     else
       enqueue(job);
@@ -90,21 +90,17 @@ struct Reducer::Impl {
     if (job->on_done) job->on_done(closed);
   }
 
-  // Under local clipping: measures the job's gradient, and keeps the job until those of all parameters are there.
+  // Under local clipping: measures the job's gradient, and keeps the job until the whole gradient is there.
   void hold(const std::shared_ptr<Job>& job) {
-    if (held.empty()) held_since = std::chrono::steady_clock::now();
-    held.push_back(job);
+    held.add(job);
     job->work->before_wait = [this] { fail_held(); };
-    for (const BucketSlice& slice : job->bucket.slices) awaited.erase(slice.name);
     lane.submit([this, job] { pipeline.measure(*job); });
-    if (awaited.empty() || job->failure) release_held();
+    if (held.complete()) release_held();
   }
 
   void release_held() {
-    released = true;
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - held_since;
-    lane.submit([this, waited] { pipeline.clip(waited.count()); });
-    for (const std::shared_ptr<Job>& job : std::exchange(held, {})) enqueue(job);
+    lane.submit([this, seconds = held.seconds()] { pipeline.clip(seconds); });
+    for (const std::shared_ptr<Job>& job : held.release()) enqueue(job);
   }
 
   // Somebody waits, and the rest of the gradient has not come.
@@ -112,8 +108,8 @@ struct Reducer::Impl {
     if (held.empty()) return;
     const auto failure = std::make_exception_ptr(Error(
         ErrorCode::invalid_argument, "clip_norm needs the gradients of all parameters before the first is sent, but " +
-                                         quoted(*awaited.begin()) + " was not reduced in this step"));
-    for (const std::shared_ptr<Job>& job : held) job->failure = failure;
+                                         quoted(held.missing()) + " was not reduced in this step"));
+    for (const std::shared_ptr<Job>& job : held.jobs()) job->failure = failure;
     release_held();
   }
 
@@ -135,13 +131,9 @@ struct Reducer::Impl {
   std::exception_ptr dead;         // every rank knows, or cannot be told
   // Of the calling thread:
   std::uint64_t step = 0;
-  StepMode mode = StepMode::scheduled;
   bool in_step = false;
   std::uint32_t jobs = 0;
-  std::vector<std::shared_ptr<Job>> held;  // back until the whole gradient is there, for local clipping
-  std::set<std::string> awaited;           // parameters that have not been given to reduce in this step
-  std::chrono::steady_clock::time_point held_since;
-  bool released = false;  // whatever comes is not held back any more
+  HeldJobs held;
   std::shared_ptr<std::atomic<std::int64_t>> waited_ns = std::make_shared<std::atomic<std::int64_t>>(0);
   Lane lane;  // last: its thread ends first
 };
@@ -156,10 +148,8 @@ void Reducer::begin_step(StepMode mode) {
   if (impl_->in_step) ++impl_->step;
   impl_->in_step = true;
   impl_->jobs = 0;
-  impl_->mode = mode;
-  impl_->released = false;
   impl_->waited_ns = std::make_shared<std::atomic<std::int64_t>>(0);
-  if (impl_->pipeline.clips(mode)) impl_->awaited = impl_->pipeline.names();
+  impl_->held.begin_step(impl_->pipeline.clips(mode) ? impl_->pipeline.names() : std::set<std::string>{});
   impl_->pipeline.begin_step(impl_->step, mode);
 }
 
