@@ -72,7 +72,15 @@ void run(const ReducerOptions& options, int ranks) {
     }
     totals.out.add(reducer.residual().state());
   });
-  ASSERT_EQ(totals.in.sums(), totals.out.sums());
+  if (options.codec.values != ValueCoding::shared_mean) {
+    ASSERT_EQ(totals.in.sums(), totals.out.sums());
+    return;
+  }
+  // What a mean leaves of an entry is rounded. A lost entry would be at least 2^-10.
+  for (const auto& [name, in] : totals.in.sums()) {
+    const std::vector<double>& out = totals.out.sums().at(name);
+    for (std::size_t i = 0; i < in.size(); ++i) ASSERT_NEAR(out[i], in[i], 1e-4) << name << ", " << i;
+  }
 }
 
 TEST(ReducerConservation, HoldsForEverySelectorAndNumberOfRanks) {

@@ -23,6 +23,9 @@ METHODS = {
     "redsync": lambda: sparse(thinwire.redsync(0.01)),
     "dragonn": lambda: sparse(thinwire.dragonn(0.02)),
     "dragonn_a": lambda: sparse(thinwire.dragonn(0.02, "a")),
+    "redsync_quantized": lambda: sparse(thinwire.redsync_quantized(0.01)),
+    "threshold_search": lambda: sparse(thinwire.ReducerOptions(selector=thinwire.ThresholdSearch(0.02))),
+    "dgc": lambda: sparse(thinwire.dgc(0.01)),
 }
 
 

@@ -42,7 +42,7 @@ MODES = {
     "memory order": (ConvNet, {}),
 }
 CASES = [(mode, method) for mode, method in zip(MODES, ["top_k", "dragonn", "redsync"] * 2, strict=True)]
-CASES += [("plain", "dragonn_a"), ("find_unused", "dragonn")]
+CASES += [("plain", "dragonn_a"), ("find_unused", "dragonn"), ("plain", "redsync_quantized"), ("plain", "dgc")]
 
 
 def balance(rank: int, world_size: int, mode: str, method: str) -> dict[str, tuple[float, float]]:

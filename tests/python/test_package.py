@@ -41,11 +41,15 @@ rules = st.builds(
     dense=st.none() | st.booleans(),
     momentum=st.none() | f32,
     nesterov=st.none() | st.booleans(),
+    selector=st.none() | selectors,
+    values=st.none() | st.sampled_from(["f32", "bf16", "f16", "shared_mean"]),
 )
-codecs = st.builds(Codec, st.sampled_from(["raw_u32", "elias_fano"]), st.sampled_from(["f32", "bf16", "f16"]))
+value_codings = st.sampled_from(["f32", "bf16", "f16", "shared_mean"])
+codecs = st.builds(Codec, st.sampled_from(["raw_u32", "elias_fano"]), value_codings)
 options = st.builds(
     ReducerOptions,
     selector=selectors,
+    selector_by_size=st.lists(st.tuples(st.integers(0, 2**40), selectors), max_size=3),
     unit=st.sampled_from(["parameter", "bucket"]),
     codec=codecs,
     all_reduce=st.sampled_from(["all_gather", "dense"]),
@@ -53,9 +57,12 @@ options = st.builds(
     nesterov=st.booleans(),
     momentum_masking=st.booleans(),
     error_feedback=st.booleans(),
+    rounding_feedback=st.booleans(),
+    residual_decay=f32,
+    clip_norm=f32,
     dense_below=st.integers(0, 2**40),
     rules=st.lists(rules, max_size=3),
-    schedule=st.builds(Schedule, st.integers(0, 2**40)),
+    schedule=st.builds(Schedule, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 2**32 - 1)),
     seed=st.integers(0, 2**64 - 1),
 )
 
@@ -68,7 +75,7 @@ def test_options_survive_copy_pickle_and_repr(o: ReducerOptions) -> None:
         twin.seed ^= 1
         assert twin != o
     again = eval(repr(o), vars(thinwire))
-    again.momentum = o.momentum
+    again.momentum, again.residual_decay, again.clip_norm = o.momentum, o.residual_decay, o.clip_norm
     assert again.selector == o.selector
     assert repr(again) == repr(o)
 
@@ -76,7 +83,18 @@ def test_options_survive_copy_pickle_and_repr(o: ReducerOptions) -> None:
 def test_presets() -> None:
     assert thinwire.top_k(0.01).selector == TopK(0.01)
     assert thinwire.top_k().unit == "bucket"
-    assert isinstance(thinwire.redsync(density=0.002).selector, TrimmedTopK)
+    assert thinwire.redsync(0.002).selector == TopK(0.002)
+    assert thinwire.redsync(0.002).selector_by_size == (
+        (131072, TrimmedTopK(0.002)),
+        (4194304, ThresholdSearch(0.002)),
+    )
+    assert [above for above, _ in thinwire.redsync(limits="bytes").selector_by_size] == [32768, 1048576]
+    quantized = thinwire.redsync_quantized(output_layer=["decoder.*"])
+    assert quantized.codec.values == "shared_mean" and quantized.rounding_feedback
+    assert quantized.rules == (ParameterRule("decoder.*", values="f32"),)
+    assert thinwire.dragonn(small_density=0.05, small=1000).selector.density == 0.05
+    assert thinwire.dragonn(small_density=0.05, small=1000).selector_by_size == ((1000, HashedSlots(0.001)),)
+    assert thinwire.dgc(0.01).selector == SampledTopK(0.01)
     assert thinwire.redsync().unit == "parameter"
     assert thinwire.dragonn().selector.layout == "b"
     assert thinwire.dragonn(0.01, layout="a").selector.layout == "a"
@@ -99,6 +117,17 @@ def test_changes_do_not_get_lost() -> None:
     assert "codec=elias_fano x bf16" in str(o)
     o.rules = [ParameterRule("*.bias", dense=True)]
     o.schedule = Schedule(dense_steps=7)
+    o.selector_by_size = [(10, TopK(0.5))]
+    assert o.selector_by_size == ((10, TopK(0.5)),)
+    assert Schedule.in_epochs(100, dense_epochs=0.5, ramp_epochs=4) == Schedule(50, 400, 4)
+    assert [round(Schedule(2, 4, 4).density_at(step, 0.001), 4) for step in range(1, 7)] == [
+        1.0,
+        0.2512,
+        0.0631,
+        0.0158,
+        0.004,
+        0.001,
+    ]
     assert o.rules == (ParameterRule("*.bias", dense=True),)
     assert o.schedule.dense_steps == 7
     with pytest.raises(AttributeError):
@@ -109,14 +138,27 @@ def test_changes_do_not_get_lost() -> None:
     ("call", "sentence"),
     [
         (lambda: thinwire.top_k(0.0), "density of TopK is 0, not in (0, 1]"),
-        (lambda: thinwire.redsync(1.5), "density of TrimmedTopK is 1.5, not in (0, 1]"),
+        (lambda: thinwire.redsync(1.5), "density of TopK is 1.5, not in (0, 1]"),
         (lambda: ThresholdSearch(reuse_interval=0), "reuse_interval of ThresholdSearch is 0, not at least 1"),
         (lambda: SampledTopK(sample_fraction=0), "sample_fraction of SampledTopK is 0, not in (0, 1]"),
         (lambda: HashedSlots(layout="c"), "layout is 'c', expected 'a' or 'b'"),
         (lambda: ReducerOptions(unit="model"), "unit is 'model', expected 'parameter' or 'bucket'"),
         (lambda: ReducerOptions(momentum=1.0).validate(), "momentum is 1.0"),
         (lambda: Codec(indices="zip"), "indices is 'zip', expected 'raw_u32' or 'elias_fano'"),
-        (lambda: Codec(values="f64"), "values is 'f64', expected 'f32' or 'bf16' or 'f16'"),
+        (lambda: Codec(values="f64"), "values is 'f64', expected 'f32' or 'bf16' or 'f16' or 'shared_mean'"),
+        (lambda: thinwire.redsync(limits="MB"), "limits is 'MB', expected 'elements' or 'bytes'"),
+        (lambda: ParameterRule("*", values="f64"), "values is 'f64'"),
+        (lambda: ReducerOptions(clip_norm=-1).validate(), "clip_norm is -1"),
+        (lambda: ReducerOptions(residual_decay=0).validate(), "residual_decay is 0, not in (0, 1]"),
+        (
+            lambda: ReducerOptions(rounding_feedback=False).validate(),
+            "rounding_feedback is off but codec.values is f32",
+        ),
+        (
+            lambda: ReducerOptions(selector=ThresholdSearch(), codec=Codec(values="shared_mean")).validate(),
+            "reuse_interval of ThresholdSearch must be 1",
+        ),
+        (lambda: Schedule.in_epochs(0), "steps_per_epoch is 0"),
         (
             lambda: ReducerOptions(selector=HashedSlots(layout="a"), codec=Codec("elias_fano")).validate(),
             "elias_fano needs ascending indices",

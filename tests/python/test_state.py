@@ -59,7 +59,7 @@ def resume(rank: int, world_size: int, method: str) -> tuple[int, int, set]:
     return uninterrupted, models.checksum(list(model.parameters())), set(saved["thinwire"]["decay_momentum"])
 
 
-@pytest.mark.parametrize("method", ["redsync", "dragonn"])
+@pytest.mark.parametrize("method", ["redsync", "dragonn", "redsync_quantized", "threshold_search"])
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(method: str) -> None:
     results = ranks.run(2, resume, method)
     assert len({checksum for result in results for checksum in result[:2]}) == 1
