@@ -215,6 +215,18 @@ TEST(Ramp, FollowsDgcsDensities) {
   EXPECT_EQ(schedule_in_epochs(10, 2), (Schedule{.dense_steps = 20, .ramp_steps = 0, .ramp_stages = 4}));
   EXPECT_THROW(schedule_in_epochs(0, 1), Error);
   EXPECT_THROW(schedule_in_epochs(10, -1), Error);
+  EXPECT_THROW(schedule_in_epochs(std::uint64_t{1} << 62, 2), Error);
+  EXPECT_THROW(schedule_in_epochs(std::uint64_t{1} << 62, 0, 4), Error);
+}
+
+// Products of steps and stages need more than 64 bits here.
+TEST(Ramp, HasRoomForAnyNumberOfStepsAndStages) {
+  const std::uint64_t half = std::uint64_t{1} << 62;
+  const Schedule long_ramp{.dense_steps = 0, .ramp_steps = 2 * half, .ramp_stages = 4};
+  EXPECT_NEAR(density_at(long_ramp, half / 2, 0.001), 0.063096, 1e-6);
+  EXPECT_NEAR(density_at(long_ramp, half, 0.001), 0.015849, 1e-6);
+  const Schedule many_stages{.dense_steps = 0, .ramp_steps = 10, .ramp_stages = ~std::uint32_t{0}};
+  EXPECT_NEAR(density_at(many_stages, 5, 0.0001), 0.01, 1e-6);
 }
 
 /// The entries of each step, and the residual at the end.

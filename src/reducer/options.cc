@@ -88,9 +88,13 @@ Schedule schedule_in_epochs(std::uint64_t steps_per_epoch, double dense_epochs, 
   require(steps_per_epoch > 0, "steps_per_epoch is 0");
   require(dense_epochs >= 0 && std::isfinite(dense_epochs),
           "dense_epochs is " + text_of(dense_epochs) + ", not a finite number of at least 0");
+  const double dense_steps = std::floor(dense_epochs * static_cast<double>(steps_per_epoch) + 0.5);
+  constexpr double kTooMany = 0x1p63;
+  require(dense_steps < kTooMany && static_cast<double>(ramp_epochs) * static_cast<double>(steps_per_epoch) < kTooMany,
+          text_of(dense_epochs) + " dense epochs and " + std::to_string(ramp_epochs) + " of the ramp, of " +
+              std::to_string(steps_per_epoch) + " steps each, are more steps than can be counted");
   Schedule schedule;
-  schedule.dense_steps =
-      static_cast<std::uint64_t>(std::floor(dense_epochs * static_cast<double>(steps_per_epoch) + 0.5));
+  schedule.dense_steps = static_cast<std::uint64_t>(dense_steps);
   schedule.ramp_steps = ramp_epochs * steps_per_epoch;
   if (ramp_epochs > 0) schedule.ramp_stages = ramp_epochs;
   return schedule;
@@ -100,10 +104,11 @@ double density_at(const Schedule& schedule, std::uint64_t step, double density) 
   if (step < schedule.dense_steps) return 1.0;
   const std::uint64_t since = step - schedule.dense_steps;
   if (since >= schedule.ramp_steps) return density;
-  const std::uint64_t stage = since * schedule.ramp_stages / schedule.ramp_steps;
+  // In f64, whose quotient of two integers below 2^53 never rounds up to the next stage; 64 bits may not hold the product.
+  const double stages = schedule.ramp_stages;
+  const double stage = std::floor(static_cast<double>(since) * stages / static_cast<double>(schedule.ramp_steps));
   // To f32, so that libraries whose pow differs in the last bit agree.
-  return static_cast<float>(
-      std::pow(density, static_cast<double>(stage + 1) / static_cast<double>(schedule.ramp_stages + 1)));
+  return static_cast<float>(std::pow(density, (stage + 1) / (stages + 1)));
 }
 
 void require_compatible(const Selector& selector, const Codec& codec) {
