@@ -244,7 +244,8 @@ void bind_stats(nb::module_& m) {
       .def_ro("entries_sent", &StepStats::entries_sent, "Of sparse units, free slots apart.")
       .def_ro("sparse_numel", &StepStats::sparse_numel, "Elements of sparse units.")
       .def_ro("density", &StepStats::density, "entries_sent / sparse_numel; 1 in a dense step.")
-      .def_ro("fallbacks", &StepStats::fallbacks, "Extra sweeps because a sampled bound was too high.")
+      .def_ro("fallbacks", &StepStats::fallbacks,
+              "Extra sweeps because a sampled or reused bound was too high, and searches that found no threshold.")
       .def_ro("non_finite", &StepStats::non_finite, "Some rank's gradient was not finite: the step is undone.")
       .def_ro("residual_norm", &StepStats::residual_norm, "Norm of the residual, refreshed now and then.")
       .def_ro("gradient_norm", &StepStats::gradient_norm, "Norm of the local gradient of the step residual_norm is of.")

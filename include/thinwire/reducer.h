@@ -41,9 +41,10 @@ struct Schedule {
   friend bool operator==(const Schedule&, const Schedule&) = default;
 };
 /// The same by epochs: dense ones, then a ramp of one stage an epoch. Fractions of epochs are rounded to steps.
-/// Errors: invalid_argument for an epoch of no steps or a negative number of epochs.
+/// Errors: invalid_argument for an epoch of no steps, a negative number of epochs, or 2^63 steps and more.
 Schedule schedule_in_epochs(std::uint64_t steps_per_epoch, double dense_epochs, std::uint32_t ramp_epochs = 0);
-/// The density of a step where the selector asks for `density`: 1 in dense steps. The same f32 number on every rank.
+/// The density of a step where the selector asks for `density`: 1 in dense steps, `density` after the ramp. On the ramp it
+/// is rounded to f32, so that it is the same on every rank.
 double density_at(const Schedule& schedule, std::uint64_t step, double density);
 
 /// An exception to the options for the parameters whose name matches `pattern`: '*' is any run of characters, '?' any
@@ -165,7 +166,7 @@ struct StepStats {
   std::uint64_t entries_sent = 0;      ///< of sparse units, free slots apart
   std::uint64_t sparse_numel = 0;      ///< elements of sparse units
   double density = 0.0;                ///< entries_sent / sparse_numel; 1 in a dense step
-  std::uint64_t fallbacks = 0;         ///< extra sweeps because a sampled bound was too high
+  std::uint64_t fallbacks = 0;         ///< those of the step's selections, see Selection::fallbacks
   bool non_finite = false;             ///< some rank's gradient was not finite: NaN was written, the step is undone
   double residual_norm = 0.0;          ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
   double gradient_norm = 0.0;          ///< ‖g‖ of the local gradient of that step, clipped if it was
@@ -179,12 +180,14 @@ struct StepStats {
   static constexpr std::uint64_t kNormInterval = 50;
 };
 
-/// The handle of one job.
+/// The handle of one job. It may outlive the reducer, which leaves no job unfinished.
 class Work {
  public:
   Work() = default;
 
   /// Waits until the mean is in the gradient's buffer. Throws the job's Error; the communicator's time-out bounds the wait.
+  /// Under ReducerOptions::clip_norm it fails the step if parameters have not been given to `reduce` yet, and counts as a
+  /// call of the reducer: from the thread that calls `reduce`.
   void wait();
   bool done() const noexcept;
 
@@ -251,7 +254,8 @@ class Reducer {
   /// Number of the current step, or of the next one before the first begin_step.
   std::uint64_t step() const noexcept;
   const ReducerOptions& options() const noexcept;
-  /// Of the last step; waits for its jobs.
+  /// Of the last step; waits for its jobs. Like all calls that wait, it fails a step under `clip_norm` whose gradient is
+  /// not whole yet.
   StepStats stats();
   /// Waits for the jobs of the step. The reference is good until the next call of the reducer.
   const Residual& residual();

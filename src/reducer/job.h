@@ -47,7 +47,7 @@ class Pipeline {
   bool clips(StepMode mode) const noexcept { return options.clip_norm > 0 && mode != StepMode::flush; }
   std::set<std::string> names() const;  ///< of the parameters
   void measure(const Job& job);
-  void clip(double waited_seconds);  ///< all jobs of the step have been measured
+  void clip(double waited_seconds);  ///< all jobs of the step have been measured, or one fails and the step with it
 
   // The stages of one job, in order.
   void address(Job& job);  ///< what even a failed job must say: step, number, options

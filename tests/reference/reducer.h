@@ -53,7 +53,8 @@ class Reducer {
     return factors;
   }
 
-  /// One job of step `step`, its gradients clipped already; has_gradient[r][s] says whether rank r has a gradient for slice s. Returns the mean in f32.
+  /// One job of step `step`, its gradients clipped already; has_gradient[r][s] says whether rank r has a gradient for
+  /// slice s. Returns the mean in f32.
   std::vector<float> reduce(std::uint64_t step, const Bucket& bucket, const Gradients& gradients,
                             const std::vector<std::vector<bool>>& has_gradient) {
     sent_.assign(ranks_, std::vector<float>(numel(bucket), 0.0f));
