@@ -119,7 +119,7 @@ std::set<std::string> Pipeline::names() const {
 void Pipeline::measure(const Job& job) {
   try {
     check_gradient(job);
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     return;  // `plan` will say so
   }
   const Timer timer(stats.select_seconds);
