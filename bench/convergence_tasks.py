@@ -25,11 +25,10 @@ import word_lm
 
 import thinwire
 
-EPOCHS = {"T1s": 3, "T1": 3, "T3": 3}
+EPOCHS = {"T1s": 3, "T1": 3, "T3": 1}  # T3 takes six times as long as T1
 EVALUATIONS = {"T3": 2, "T2": 4}  # during a run, the last one at its end; training.EVALUATIONS of the others
 DENSE_STEPS = 100  # at the beginning of a run
 CHECK_EVERY = 100  # steps: nothing lost, and the same means on all workers
-EPOCHS = {"T1s": 3, "T1": 3, "T3": 1}  # T3 takes six times as long as T1
 LAST_DENSE = 200  # steps at the end of a run that switches back
 QUICK_STEPS, QUICK_DENSE, QUICK_CHECK, QUICK_LAST = 30, 10, 5, 10
 
