@@ -32,7 +32,8 @@ struct Codec {
   friend bool operator==(const Codec&, const Codec&) = default;
 };
 
-/// "elias_fano x bf16".
+/// "bf16", and "elias_fano x bf16".
+std::string to_string(ValueCoding values);
 std::string to_string(const Codec& codec);
 
 inline constexpr std::size_t kHeaderBytes = 64;

@@ -226,11 +226,14 @@ void add_section(const SparseSection& section, std::uint32_t first, std::span<fl
 
 }  // namespace
 
+std::string to_string(ValueCoding values) {
+  constexpr std::array<const char*, 4> kValues = {"f32", "bf16", "f16", "shared_mean"};
+  return kValues[static_cast<std::size_t>(values)];
+}
+
 std::string to_string(const Codec& codec) {
   constexpr std::array<const char*, 2> kIndices = {"raw_u32", "elias_fano"};
-  constexpr std::array<const char*, 4> kValues = {"f32", "bf16", "f16", "shared_mean"};
-  return std::string(kIndices[static_cast<std::size_t>(codec.indices)]) + " x " +
-         kValues[static_cast<std::size_t>(codec.values)];
+  return std::string(kIndices[static_cast<std::size_t>(codec.indices)]) + " x " + to_string(codec.values);
 }
 
 std::size_t payload_bound(const Codec& codec, std::size_t slices, std::span<const SectionShape> sections) noexcept {

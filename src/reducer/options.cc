@@ -1,6 +1,5 @@
 // The options: presets, checks, and the words in which ranks compare them.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <sstream>
 
@@ -15,11 +14,6 @@ std::string text_of(double number) {
   std::ostringstream text;
   text << number;
   return text.str();
-}
-
-const char* name_of(ValueCoding values) {
-  constexpr std::array kNames = {"f32", "bf16", "f16", "shared_mean"};
-  return kNames.at(static_cast<std::size_t>(values));
 }
 
 // Every selector that a unit may get from the options, rules apart.
@@ -147,7 +141,7 @@ std::string to_string(const ReducerOptions& options) {
     if (rule.momentum) text << " momentum=" << *rule.momentum;
     if (rule.nesterov) text << " nesterov=" << *rule.nesterov;
     if (rule.selector) text << " selector=" << to_string(*rule.selector);
-    if (rule.values) text << " values=" << name_of(*rule.values);
+    if (rule.values) text << " values=" << to_string(*rule.values);
     text << "\n";
   }
   return text.str();
