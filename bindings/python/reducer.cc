@@ -273,7 +273,11 @@ void bind_reducer(nb::module_& m) {
   const auto released = nb::call_guard<nb::gil_scoped_release>();
 
   nb::class_<Work>(m, "Work", "The handle of one job.")
-      .def("wait", &Work::wait, released, "Waits until the mean is in the gradient. Raises the job's Error.")
+      .def("wait", &Work::wait, released,
+           R"(Waits until the mean is in the gradient. Raises the job's Error.
+
+With clip_norm it fails the step if parameters have not been given to `reduce` yet; only the thread that reduces may call
+it then.)")
       .def("done", &Work::done, released);
 
   nb::class_<OwnedReducer>(m, "Reducer", R"(Error-feedback compression of one model's gradients.
