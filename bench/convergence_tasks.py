@@ -58,7 +58,7 @@ class Job:
 class ImageTask:
     """A CNN on Fashion-MNIST; metric: accuracy on the test set in percent."""
 
-    metric, better, unit = "test accuracy", "higher", "points"
+    metric = "test accuracy"
     momentum, learning_rate, clip_norm = fashion_mnist.MOMENTUM, fashion_mnist.LEARNING_RATE, 0.0
 
     def __init__(self, name: str, seed: int, quick: bool) -> None:
@@ -90,7 +90,7 @@ class ImageTask:
 class WordTask:
     """An LSTM on the King James text; metric: perplexity of the validation part."""
 
-    metric, better, unit = "validation perplexity", "lower", "%"
+    metric = "validation perplexity"
     momentum, learning_rate, clip_norm = 0.0, word_lm.LEARNING_RATE, word_lm.CLIP_NORM
     output_layer = word_lm.OUTPUT_LAYER
 
