@@ -110,8 +110,10 @@ PLACES = [workers.Place("small", 0, 50), workers.Place("large", 50, 2050), worke
 METHODS = {
     "top_k": lambda: thinwire.top_k(0.01),
     "redsync": lambda: thinwire.redsync(0.01),
+    "redsync_quantized": lambda: thinwire.redsync_quantized(0.01),
     "dragonn": lambda: thinwire.dragonn(0.01),
     "dragonn_a": lambda: thinwire.dragonn(0.01, layout="a"),
+    "dgc": lambda: thinwire.dgc(0.01),
 }
 
 
