@@ -1,9 +1,7 @@
 // reducer.h: what the options that come from the papers do, each seen in what is sent, what stays and what arrives.
 #include <cmath>
-#include <limits>
 #include <map>
 #include <mutex>
-#include <thread>
 
 #include "reference/values.h"
 #include "training.h"
@@ -11,23 +9,11 @@
 namespace thinwire::test {
 namespace {
 
-const std::vector<Parameter> kOne = {{"w", 2000}};
-const Bucket kOneBucket = {{{"w", 2000}}};
-
-std::vector<float> normal(std::size_t numel, std::uint64_t step, int rank) {
-  return make_values(Distribution::normal, numel, static_cast<std::uint32_t>(1 + 1000 * step + std::uint64_t(rank)));
-}
-
-/// Reduces one gradient and returns the mean.
-std::vector<float> reduce_one(Reducer& reducer, const Bucket& bucket, const std::vector<float>& gradient) {
-  return reduce_all(reducer, {bucket}, {gradient})[0];
-}
-
 std::size_t nonzeros(std::span<const float> values) {
   return std::size_t(std::count_if(values.begin(), values.end(), [](float value) { return value != 0; }));
 }
 
-// ---- quantization ----------------------------------------------------------------------------------------------------
+// ---- quantization ---------------------------------------------------------------------------------------------------
 
 // One rank's entries: on two ranks, the other one's gradient is zero.
 TEST(SharedMean, SmallestAndLargestTravelInTurnAsOneNumber) {
@@ -152,7 +138,7 @@ TEST(SharedMean, TheOutputLayerIsExemptByPattern) {
     });
 }
 
-// ---- selectors by size -----------------------------------------------------------------------------------------------
+// ---- selectors by size ----------------------------------------------------------------------------------------------
 
 TEST(SelectorBySize, TheLastLimitThatAUnitExceedsDecides) {
   run_ranks(2, [](Communicator& communicator) {
@@ -203,7 +189,7 @@ TEST(SelectorBySize, DragonnRaisesTheDensityOfSmallUnits) {
   });
 }
 
-// ---- schedule --------------------------------------------------------------------------------------------------------
+// ---- schedule -------------------------------------------------------------------------------------------------------
 
 TEST(Ramp, FollowsDgcsDensities) {
   const Schedule schedule{.dense_steps = 5, .ramp_steps = 20, .ramp_stages = 4};
@@ -295,7 +281,7 @@ TEST(Reuse, IsPartOfTheState) {
   });
 }
 
-// ---- decay -----------------------------------------------------------------------------------------------------------
+// ---- decay ----------------------------------------------------------------------------------------------------------
 
 TEST(Decay, WhatWaitsFades) {
   run_ranks(2, [](Communicator& communicator) {
@@ -315,175 +301,7 @@ TEST(Decay, WhatWaitsFades) {
   });
 }
 
-// ---- local clipping --------------------------------------------------------------------------------------------------
-
-double norm_of(const std::vector<std::vector<float>>& gradients) {
-  double sum = 0;
-  for (const std::vector<float>& gradient : gradients)
-    for (const float value : gradient) sum += double(value) * value;
-  return std::sqrt(sum);
-}
-
-std::vector<std::vector<float>> step_gradients(const std::vector<Bucket>& buckets, std::uint64_t step, int rank) {
-  std::vector<std::vector<float>> gradients;
-  for (const Bucket& bucket : buckets) gradients.push_back(gradient_of(bucket, step, rank));
-  return gradients;
-}
-
-// Each rank's own gradient, over all buckets, to clip_norm·sqrt(P); a gradient that is short enough stays as it is.
-TEST(Clip, ClipsTheWholeGradientOfEachRank) {
-  for (const int ranks : {1, 2, 4})
-    run_ranks(ranks, [&](Communicator& communicator) {
-      const int rank = communicator.rank();
-      ReducerOptions options = dense();
-      options.clip_norm = 20.0f;
-      Reducer clipped(options, model(), communicator);
-      Reducer plain(dense(), model(), communicator);
-      for (std::uint64_t step = 0; step < 3; ++step) {
-        auto gradients = step_gradients(two_buckets(), step, rank);
-        if (step == 1)  // a short one
-          for (auto& gradient : gradients)
-            for (float& value : gradient) value *= 1.0f / 1024;
-        const double norm = norm_of(gradients), limit = 20.0 * std::sqrt(double(ranks));
-        clipped.begin_step();
-        const auto means = reduce_all(clipped, two_buckets(), gradients);
-        const auto factor = static_cast<float>(std::min(1.0, limit / norm));
-        EXPECT_NEAR(clipped.stats().clip_factor, factor, 1e-6);
-        EXPECT_EQ(clipped.stats().clip_factor < 1, step != 1);
-        EXPECT_GT(clipped.stats().clip_wait_seconds, 0.0);
-        const auto used = static_cast<float>(clipped.stats().clip_factor);
-        for (auto& gradient : gradients)
-          for (float& value : gradient) value *= used;
-        EXPECT_LE(norm_of(gradients), limit * (1 + 1e-6));
-        plain.begin_step();
-        EXPECT_EQ(means, reduce_all(plain, two_buckets(), gradients)) << "rank " << rank << ", step " << step;
-      }
-      EXPECT_EQ(plain.stats().clip_factor, 1.0);
-      EXPECT_EQ(plain.stats().clip_wait_seconds, 0.0);
-    });
-}
-
-// P equal gradients of norm L·sqrt(P) or less pass unclipped; the reading that takes L/sqrt(P) as the limit of the undivided
-// gradient would clip them P times over.
-TEST(Clip, TheLimitBelongsToTheGradientDividedByTheRanks) {
-  run_ranks(4, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.01});
-    options.clip_norm = 1.0f;
-    Reducer reducer(options, kOne, communicator);
-    std::vector<float> gradient(2000, 0.0f);
-    gradient[5] = 1.9375f;  // below 1·sqrt(4)
-    reducer.begin_step();
-    EXPECT_EQ(reduce_one(reducer, kOneBucket, gradient)[5], 1.9375f);
-    gradient[5] = 4.0f;
-    reducer.begin_step();
-    EXPECT_EQ(reduce_one(reducer, kOneBucket, gradient)[5], 2.0f);
-  });
-}
-
-TEST(Clip, NothingIsSentBeforeTheWholeGradientIsThere) {
-  run_ranks(2, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.1});
-    options.clip_norm = 1.0f;
-    Reducer reducer(options, model(), communicator);
-    reducer.begin_step();
-    const auto gradients = step_gradients(two_buckets(), 0, communicator.rank());
-    GradientBuffer first(gradients[0]), second(gradients[1]);
-    Work one = reducer.reduce(two_buckets()[0], first.view());
-    std::this_thread::sleep_for(std::chrono::milliseconds(30));
-    EXPECT_FALSE(one.done());
-    EXPECT_EQ(communicator.traffic().calls, 0u);
-    Work two = reducer.reduce(two_buckets()[1], second.view());
-    one.wait();
-    two.wait();
-    EXPECT_GE(reducer.stats().clip_wait_seconds, 0.03);
-    EXPECT_LT(reducer.stats().clip_factor, 1.0);
-  });
-}
-
-// Waiting for a bucket before the others came would clip by a part of the norm: refused, on every rank, by name.
-TEST(Clip, AMissingParameterIsNamedAndNobodyHangs) {
-  run_ranks(3, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.1});
-    options.clip_norm = 1.0f;
-    Reducer reducer(options, model(), communicator);
-    reducer.begin_step();
-    GradientBuffer buffer(gradient_of(two_buckets()[0], 0, communicator.rank()));
-    Work work = reducer.reduce(two_buckets()[0], buffer.view());
-    try {
-      work.wait();
-      ADD_FAILURE() << "no error";
-    } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("clip_norm"), std::string::npos) << error.what();
-      EXPECT_NE(std::string(error.what()).find("'fc.bias'"), std::string::npos) << error.what();
-    }
-    EXPECT_THROW(reducer.begin_step(), Error);
-  });
-}
-
-TEST(Clip, RanksCompareTheirLimits) {
-  run_ranks(2, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.1});
-    options.clip_norm = communicator.rank() == 0 ? 1.0f : 2.0f;
-    Reducer reducer(options, kOne, communicator);
-    reducer.begin_step();
-    GradientBuffer buffer(normal(2000, 0, communicator.rank()));
-    Work work = reducer.reduce(kOneBucket, buffer.view());
-    try {
-      work.wait();
-      ADD_FAILURE() << "no error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::remote);
-      for (const char* word : {"clip_norm=1", "clip_norm=2"})
-        EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
-    }
-  });
-}
-
-TEST(Clip, HeldJobsEndWithTheReducer) {
-  run_ranks(1, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.1});
-    options.clip_norm = 1.0f;
-    GradientBuffer buffer(gradient_of(two_buckets()[0], 0, 0));
-    Work work;
-    {
-      Reducer reducer(options, model(), communicator);
-      reducer.begin_step();
-      work = reducer.reduce(two_buckets()[0], buffer.view());
-    }
-    EXPECT_TRUE(work.done());
-    EXPECT_THROW(work.wait(), Error);
-  });
-}
-
-// A flush moves what was clipped when it came: bucket by bucket, as ever.
-TEST(Clip, LeavesAFlushAlone) {
-  run_ranks(2, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.01});
-    options.clip_norm = 1e-3f;
-    Reducer reducer(options, model(), communicator);
-    reducer.begin_step();
-    reduce_all(reducer, two_buckets(), communicator.rank());
-    reducer.begin_step(StepMode::flush);
-    for (const Bucket& bucket : two_buckets()) reduce_one(reducer, bucket, std::vector<float>(numel(bucket), 1e9f));
-    EXPECT_EQ(reducer.residual().norm(), 0.0);
-  });
-}
-
-TEST(Clip, ANonFiniteGradientIsFlaggedAndUndone) {
-  run_ranks(2, [](Communicator& communicator) {
-    ReducerOptions options = options_with(TopK{0.01});
-    options.clip_norm = 1.0f;
-    Reducer reducer(options, kOne, communicator);
-    std::vector<float> gradient = normal(2000, 0, communicator.rank());
-    if (communicator.rank() == 1) gradient[3] = std::numeric_limits<float>::infinity();
-    reducer.begin_step();
-    EXPECT_TRUE(std::isnan(reduce_one(reducer, kOneBucket, gradient)[3]));
-    EXPECT_TRUE(reducer.stats().non_finite);
-    EXPECT_TRUE(std::isfinite(reducer.residual().norm()));
-  });
-}
-
-// ---- switching -------------------------------------------------------------------------------------------------------
+// ---- switching ------------------------------------------------------------------------------------------------------
 
 // Dense, sparse, dense: nothing is handed over, nothing is lost, and a flush empties the residual.
 TEST(Switching, LosesNothingAndAFlushEmptiesTheResidual) {

@@ -101,4 +101,17 @@ inline ::testing::AssertionResult same_states(const std::vector<ParameterState>&
   return ::testing::AssertionSuccess();
 }
 
+/// A model of one parameter, normal gradients for it or others, and a step of one bucket.
+inline const std::vector<Parameter> kOne = {{"w", 2000}};
+inline const Bucket kOneBucket = {{{"w", 2000}}};
+
+inline std::vector<float> normal(std::size_t numel, std::uint64_t step, int rank) {
+  return make_values(Distribution::normal, numel, static_cast<std::uint32_t>(1 + 1000 * step + std::uint64_t(rank)));
+}
+
+/// Reduces one gradient and returns the mean.
+inline std::vector<float> reduce_one(Reducer& reducer, const Bucket& bucket, const std::vector<float>& gradient) {
+  return reduce_all(reducer, {bucket}, {gradient})[0];
+}
+
 }  // namespace thinwire::test
