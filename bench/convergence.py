@@ -58,7 +58,7 @@ SECONDS = {"T1s": (48, 58), "T2": (65, 110), "T1": (88, 150), "T3": (950, 1000)}
 
 
 def jobs_of(cells: list[report.Cell], seeds: int) -> list[Job]:
-    """All runs: dense and gated ones first, cheap tasks first."""
+    """All runs: dense and gated ones first, cheap tasks first; the slow task T3 last."""
     order = list(TASKS)
 
     def rank(cell: report.Cell) -> tuple:
