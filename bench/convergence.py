@@ -54,7 +54,7 @@ CELLS: list[report.Cell] = [
     *(("T3", method, PERMILLE, 4, "") for method in ("top_k", "redsync")),
 ]
 QUICK = [("T1s", "dense", 1.0, 1, ""), ("T1s", "top_k", PERMILLE, 4, ""), ("T1s", "redsync", PERMILLE, 4, SWITCH)]
-SECONDS = {"T1s": (48, 58), "T2": (65, 110), "T1": (88, 150), "T3": (950, 1000)}  # a guess: of a dense run, of another
+SECONDS = {"T1s": (48, 68), "T2": (68, 120), "T1": (90, 150), "T3": (250, 330)}  # a guess: of a dense run, of another
 
 
 def jobs_of(cells: list[report.Cell], seeds: int) -> list[Job]:
@@ -75,7 +75,7 @@ def jobs_of(cells: list[report.Cell], seeds: int) -> list[Job]:
 def guess(job: Job) -> float:
     """At the seconds of a run."""
     dense, other = SECONDS[job.task]
-    return dense if job.method == "dense" else other * max(1.0, job.ranks / 8)
+    return dense if job.method == "dense" else other * max(1.0, job.ranks / 6)
 
 
 class Runs:

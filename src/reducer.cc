@@ -2,6 +2,7 @@
 #include "thinwire/reducer.h"
 
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "core/check.h"
@@ -93,7 +94,10 @@ struct Reducer::Impl {
   // Under local clipping: measures the job's gradient, and keeps the job until the whole gradient is there.
   void hold(const std::shared_ptr<Job>& job) {
     held.add(job);
-    job->work->before_wait = [this] { fail_held(); };
+    // The thread that gives the jobs will give no more while it waits. Another one that waits says nothing.
+    job->work->before_wait = [this, caller = std::this_thread::get_id()] {
+      if (std::this_thread::get_id() == caller) fail_held();
+    };
     lane.submit([this, job] { pipeline.measure(*job); });
     if (held.complete()) release_held();
   }
@@ -193,13 +197,18 @@ const Residual& Reducer::residual() {
 ReducerState Reducer::state() {
   impl_->wait_idle();
   impl_->pipeline.settle_step();
-  return {.step = impl_->step + (impl_->in_step ? 1 : 0),
-          .parameters = impl_->pipeline.residual.state(),
-          .selections = impl_->pipeline.selections};
+  ReducerState state{.step = impl_->step + (impl_->in_step ? 1 : 0),
+                     .parameters = impl_->pipeline.residual.state(),
+                     .selections = impl_->pipeline.selections};
+  std::erase_if(state.selections, [](const auto& unit) { return unit.second.uses == 0; });
+  return state;
 }
 
 void Reducer::load(const ReducerState& state) {
   impl_->settle();
+  for (const auto& [unit, memory] : state.selections)
+    require(memory.ratio >= 0 && memory.ratio <= 1,
+            "the ratio of unit " + quoted(unit) + " is " + std::to_string(memory.ratio) + ", not in [0, 1]");
   impl_->pipeline.residual.load(state.parameters);
   impl_->pipeline.selections = state.selections;
   impl_->step = state.step;

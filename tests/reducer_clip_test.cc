@@ -112,6 +112,25 @@ TEST(Clip, AMissingParameterIsNamedAndNobodyHangs) {
   });
 }
 
+// Another thread that waits says nothing about what is still to come.
+TEST(Clip, OtherThreadsMayWaitForAHeldJob) {
+  run_ranks(2, [](Communicator& communicator) {
+    ReducerOptions options = options_with(TopK{0.1});
+    options.clip_norm = 1.0f;
+    Reducer reducer(options, model(), communicator);
+    reducer.begin_step();
+    const auto gradients = step_gradients(two_buckets(), 0, communicator.rank());
+    GradientBuffer first(gradients[0]), second(gradients[1]);
+    Work one = reducer.reduce(two_buckets()[0], first.view());
+    std::thread waiting([&one] { EXPECT_NO_THROW(one.wait()); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_FALSE(one.done());
+    reducer.reduce(two_buckets()[1], second.view()).wait();
+    waiting.join();
+    EXPECT_LT(reducer.stats().clip_factor, 1.0);
+  });
+}
+
 TEST(Clip, RanksCompareTheirLimits) {
   run_ranks(2, [](Communicator& communicator) {
     ReducerOptions options = options_with(TopK{0.1});

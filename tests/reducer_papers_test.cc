@@ -281,6 +281,33 @@ TEST(Reuse, IsPartOfTheState) {
   });
 }
 
+// A step that is taken back takes its use of the ratio back too, and a state with an impossible ratio is refused.
+TEST(Reuse, IsUndoneAndChecked) {
+  run_ranks(2, [](Communicator& communicator) {
+    ReducerOptions options = options_with(ThresholdSearch{.density = 0.05, .reuse_interval = 4});
+    Reducer reducer(options, kOne, communicator);
+    for (std::uint64_t step = 0; step < 2; ++step) {
+      reducer.begin_step();
+      reduce_one(reducer, kOneBucket, normal(2000, step, communicator.rank()));
+    }
+    const std::uint32_t uses = reducer.state().selections.at("w").uses;
+    std::vector<float> bad = normal(2000, 2, communicator.rank());
+    bad[11] = std::numeric_limits<float>::infinity();
+    reducer.begin_step();
+    reduce_one(reducer, kOneBucket, bad);
+    EXPECT_EQ(reducer.state().selections.at("w").uses, uses);
+    EXPECT_EQ(reducer.state().selections.at("w").uses, uses) << "asked again";
+    ReducerState state = reducer.state();
+    state.selections.at("w").ratio = std::numeric_limits<double>::quiet_NaN();
+    try {
+      reducer.load(state);
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("'w'"), std::string::npos) << error.what();
+    }
+  });
+}
+
 // ---- decay ----------------------------------------------------------------------------------------------------------
 
 TEST(Decay, WhatWaitsFades) {

@@ -276,8 +276,7 @@ void bind_reducer(nb::module_& m) {
       .def("wait", &Work::wait, released,
            R"(Waits until the mean is in the gradient. Raises the job's Error.
 
-With clip_norm it fails the step if parameters have not been given to `reduce` yet; only the thread that reduces may call
-it then.)")
+With clip_norm the thread that reduces fails the step if it waits before it has given all parameters; others just wait.)")
       .def("done", &Work::done, released);
 
   nb::class_<OwnedReducer>(m, "Reducer", R"(Error-feedback compression of one model's gradients.

@@ -186,8 +186,8 @@ class Work {
   Work() = default;
 
   /// Waits until the mean is in the gradient's buffer. Throws the job's Error; the communicator's time-out bounds the wait.
-  /// Under ReducerOptions::clip_norm it fails the step if parameters have not been given to `reduce` yet, and counts as a
-  /// call of the reducer: from the thread that calls `reduce`.
+  /// Under ReducerOptions::clip_norm the thread that calls `reduce` fails the step if it waits before it has given all
+  /// parameters; others just wait.
   void wait();
   bool done() const noexcept;
 

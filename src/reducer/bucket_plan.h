@@ -39,7 +39,6 @@ struct UnitPlan {
   Selector selector;  ///< with the density of the step
   ValueCoding values = ValueCoding::f32;
   Side side = Side::both;
-  SelectionMemory memory;  ///< as it was before the step
 };
 
 /// Slices that lie next to each other and travel whole.

@@ -88,6 +88,7 @@ Pipeline::Pipeline(ReducerOptions from, const std::vector<Parameter>& parameters
 void Pipeline::begin_step(std::uint64_t step, StepMode mode) {
   settle_step();
   residual.commit();
+  selections_before_ = selections;
   const double residual_norm = stats.residual_norm;
   const double gradient_norm = stats.gradient_norm;
   stats = {};
@@ -108,6 +109,14 @@ void Pipeline::address(Job& job) {
   job.header.step = step_.step;
   job.header.job = job.number;
   job.header.options_hash = options_hash_;
+}
+
+void Pipeline::undo_step() noexcept {
+  residual.undo();
+  for (auto& [unit, memory] : selections) {
+    const auto before = selections_before_.find(unit);
+    memory = before == selections_before_.end() ? SelectionMemory{} : before->second;
+  }
 }
 
 std::set<std::string> Pipeline::names() const {
@@ -161,12 +170,10 @@ void Pipeline::accumulate_and_select(Job& job) {
   if (selected_.size() < job.plan.units.size()) selected_.resize(job.plan.units.size());
   if (taken_.size() < job.plan.units.size()) taken_.resize(job.plan.units.size());
   for (std::size_t i = 0; i < job.plan.units.size(); ++i) {
-    UnitPlan& unit = job.plan.units[i];
-    SelectionMemory& memory = selections[unit.name];
-    unit.memory = memory;
+    const UnitPlan& unit = job.plan.units[i];
     note(thinwire::accumulate_and_select(unit.selector, unit.segments, job.gradient,
                                          unit_seed(options.seed, step_.step, unit.name), options.momentum_masking,
-                                         selection_, selected_[i], taken_[i], unit.side, &memory));
+                                         selection_, selected_[i], taken_[i], unit.side, &selections[unit.name]));
     stats.fallbacks += selection_.fallbacks();
   }
   if (norms_ && !flush) gradient_squares_ += gradient_squares(job.gradient);
@@ -288,7 +295,7 @@ void Pipeline::finish(Job& job, const std::vector<Payload>& payloads) {
     residual.restore(job.plan.segments[i]);
     for (const UnitPlan& unit : job.plan.units)
       if (unit.segments.size() == 1 && unit.segments[0].state == job.plan.segments[i].state)
-        selections[unit.name] = unit.memory;
+        selections[unit.name] = selections_before_[unit.name];
     zeros.assign(job.bucket.slices[i].numel, 0.0f);
     store_gradient(job.gradient, job.plan.segments[i].offset, zeros.size(), zeros.data());
   }

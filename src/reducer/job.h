@@ -37,10 +37,10 @@ class Pipeline {
 
   /// Steps, called while no job runs.
   void begin_step(std::uint64_t step, StepMode mode);
-  void undo_step() noexcept { residual.undo(); }
+  void undo_step() noexcept;
   /// What a finished step leaves: the sends of a step with a non-finite gradient are taken back.
   void settle_step() noexcept {
-    if (stats.non_finite) residual.undo();
+    if (stats.non_finite) undo_step();
   }
 
   // Local clipping needs the whole gradient: each job's is measured when it comes, and the stages wait for the last.
@@ -84,6 +84,7 @@ class Pipeline {
   std::vector<std::byte> block_;
   std::vector<std::vector<float>> dense_values_;  // by job of the step: sent whole; also the undo copy
   std::vector<float> dense_mean_;
+  std::map<std::string, SelectionMemory> selections_before_;  // the step
   StepPlan step_;
   StepMode mode_ = StepMode::scheduled;
   double clip_squares_ = 0;
