@@ -81,16 +81,17 @@ def guess(job: Job) -> float:
 class Runs:
     """The files of the runs that are done."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, quick: bool) -> None:
+        self.folder, self._quick = folder, quick
 
     def read(self, job: Job) -> dict | None:
-        """What the job measured, if it is done."""
+        """What the job measured, if it is done; a file that is damaged or of a quick run counts as none."""
         try:
             found = json.loads(self._path(job).read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            is_it = {key: found[key] for key in asdict(job)} == asdict(job) and found["quick"] == self._quick
+            return found if is_it and {"value", "digest", "losses", "metric_curve"} <= found.keys() else None
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
             return None
-        return found if {key: found.get(key) for key in asdict(job)} == asdict(job) else None
 
     def write(self, job: Job, measured: dict) -> None:
         """All of it or nothing, whatever happens meanwhile."""
@@ -111,8 +112,8 @@ class Runs:
 
 def run_and_write(job: Job, folder: Path, digest: str, quick: bool) -> dict:
     """One run, in a process of the pool."""
-    measured = {**run(job, quick), "digest": digest}
-    Runs(folder).write(job, measured)
+    measured = {**run(job, quick), "digest": digest, "quick": quick}
+    Runs(folder, quick).write(job, measured)
     return measured
 
 
@@ -191,6 +192,7 @@ FAILURES = (
     thinwire.Error,
     RuntimeError,
     ValueError,
+    OSError,
 )
 
 
@@ -251,7 +253,10 @@ def main() -> int:
     args = parse_arguments()
     cells = QUICK if args.quick else CELLS
     jobs = jobs_of([cell for cell in cells if wanted(cell, args)], args.seeds)
-    runs = Runs(args.out / "runs")
+    runs = Runs(args.out / "runs", args.quick)
+    if not jobs:
+        print(f"convergence: --quick has runs of {QUICK[0][0]} only", file=sys.stderr)
+        return 1
     if args.list:
         list_jobs(jobs, runs, args.jobs)
         return 0
@@ -260,6 +265,11 @@ def main() -> int:
     if not args.report:
         if args.fresh:
             runs.discard(jobs)
+        try:
+            runs.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"convergence: {runs.folder} cannot be made: {error.strerror}", file=sys.stderr)
+            return 1
         missing = [job for job in jobs if runs.read(job) is None]
         print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them done already", flush=True)
         if missing:

@@ -96,9 +96,10 @@ struct Reducer::Impl {
     held.add(job);
     // The thread that gives the jobs will give no more while it waits. Another one that waits says nothing.
     job->work->before_wait = [this, caller = std::this_thread::get_id()] {
-      if (std::this_thread::get_id() == caller) fail_held();
+      if (std::this_thread::get_id() == caller) end_holding();
     };
     lane.submit([this, job] { pipeline.measure(*job); });
+    if (job->failure) fail_held(job->failure);
     if (held.complete()) release_held();
   }
 
@@ -107,19 +108,23 @@ struct Reducer::Impl {
     for (const std::shared_ptr<Job>& job : held.release()) enqueue(job);
   }
 
-  // Somebody waits, and the rest of the gradient has not come.
-  void fail_held() {
-    if (held.empty()) return;
-    const auto failure = std::make_exception_ptr(Error(
-        ErrorCode::invalid_argument, "clip_norm needs the gradients of all parameters before the first is sent, but " +
-                                         quoted(held.missing()) + " was not reduced in this step"));
+  // What has come is a part of the gradient, whose norm says nothing.
+  void fail_held(const std::exception_ptr& failure) {
     for (const std::shared_ptr<Job>& job : held.jobs()) job->failure = failure;
+  }
+
+  // Somebody waits, and the rest of the gradient has not come.
+  void end_holding() {
+    if (held.empty()) return;
+    fail_held(std::make_exception_ptr(Error(
+        ErrorCode::invalid_argument, "clip_norm needs the gradients of all parameters before the first is sent, but " +
+                                         quoted(held.missing()) + " was not reduced in this step")));
     release_held();
   }
 
   // Until no job is left.
   void wait_idle() {
-    fail_held();
+    end_holding();
     lane.wait_idle();
   }
 
@@ -221,7 +226,7 @@ void Reducer::set_velocity(const std::string& name, std::span<const float> veloc
 }
 
 void Reducer::close() {
-  impl_->fail_held();
+  impl_->end_holding();
   impl_->lane.close();
   if (impl_->unannounced && !impl_->dead) impl_->pipeline.communicator.abort("it refused a payload");
 }

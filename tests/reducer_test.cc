@@ -102,6 +102,7 @@ TEST(Options, BadOnesAreRefusedByName) {
   refuses([](auto& o) { o.residual_decay = 0.0f; }, {"residual_decay", "0"});
   refuses([](auto& o) { o.residual_decay = 1.5f; }, {"residual_decay", "1.5"});
   refuses([](auto& o) { o.clip_norm = -1.0f; }, {"clip_norm", "-1"});
+  refuses([](auto& o) { o.clip_norm = 1e-40f; }, {"clip_norm"});
   refuses([](auto& o) { o.clip_norm = std::numeric_limits<float>::quiet_NaN(); }, {"clip_norm", "nan"});
   refuses([](auto& o) { o.selector_by_size = {{10, TopK{2.0}}}; }, {"density", "2"});
   refuses([](auto& o) { o.selector_by_size = {{10, TopK{}}, {10, TopK{}}}; }, {"selector_by_size", "10"});

@@ -86,11 +86,13 @@ struct ReducerOptions {
   bool error_feedback = true;
   /// False drops what the value coding takes away from sent entries, as RedSync's code does with shared_mean.
   bool rounding_feedback = true;
-  /// v <- residual_decay·v + x, in (0, 1]: below 1 old entries fade (DRAGONN's memory: 0.9, without momentum).
+  /// v <- residual_decay·v + x, in (0, 1]: below 1 old entries fade (DRAGONN's memory: 0.9, without momentum). A step that
+  /// is undone has faded them all the same.
   float residual_decay = 1.0f;
   /// Local clipping (RedSync, DGC): the norm that dense training would clip the mean gradient to; 0: none. A rank clips
   /// its own gradient, not yet divided by the P ranks, to clip_norm·sqrt(P): clip_norm/sqrt(P) for its part of the mean.
-  /// The norm is of the whole gradient, so nothing is sent before all parameters were given to `reduce`.
+  /// The norm is of the whole gradient, its finite entries, so nothing is sent before all parameters were given to
+  /// `reduce`. Under a loss scale it is the norm of the scaled gradient.
   float clip_norm = 0.0f;
   /// Parameters with fewer elements are always dense.
   std::size_t dense_below = 10'240;

@@ -88,7 +88,9 @@ ParameterPolicy policy_of(const Parameter& parameter, const ReducerOptions& opti
     policy.values = rule.values.value_or(policy.values);
   }
   const Codec codec{.indices = options.codec.indices, .values = policy.values};
-  require_compatible(selector_for(options, policy, parameter.numel, ~std::uint64_t{0}), codec);
+  if (!policy.dense)
+    require_compatible(selector_for(options, policy, parameter.numel, ~std::uint64_t{0}), codec,
+                       " (parameter " + quoted(parameter.name) + ")");
   return policy;
 }
 

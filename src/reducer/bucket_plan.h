@@ -23,8 +23,8 @@ struct ParameterPolicy {
 /// Errors: invalid_argument for rules that contradict each other.
 ParameterPolicy policy_of(const Parameter& parameter, const ReducerOptions& options);
 
-/// Errors: invalid_argument, naming both, for a selector whose entries the codec cannot hold.
-void require_compatible(const Selector& selector, const Codec& codec);
+/// Errors: invalid_argument, naming both and ending with `of`, for a selector whose entries the codec cannot hold.
+void require_compatible(const Selector& selector, const Codec& codec, const std::string& of = "");
 
 /// True if `name` matches `pattern` ('*', '?', backslash).
 bool matches(std::string_view pattern, std::string_view name) noexcept;

@@ -20,17 +20,20 @@ class HeldJobs {
   void begin_step(std::set<std::string> parameters) {
     awaited_ = std::move(parameters);
     holding_ = !awaited_.empty();
+    failed_ = false;
   }
   bool holding() const noexcept { return holding_; }
 
   void add(std::shared_ptr<Job> job) {
     if (jobs_.empty()) since_ = std::chrono::steady_clock::now();
-    for (const BucketSlice& slice : job->bucket.slices) awaited_.erase(slice.name);
+    // A parameter that is unknown, or comes twice, fails its job later on.
+    failed_ = failed_ || job->failure;
+    for (const BucketSlice& slice : job->bucket.slices) failed_ = awaited_.erase(slice.name) == 0 || failed_;
     jobs_.push_back(std::move(job));
   }
   bool empty() const noexcept { return jobs_.empty(); }
   /// True if every parameter has come, or one job has failed and takes the step with it.
-  bool complete() const noexcept { return awaited_.empty() || (!jobs_.empty() && jobs_.back()->failure); }
+  bool complete() const noexcept { return awaited_.empty() || failed_; }
   /// A parameter that has not come. There is one, unless `complete`.
   const std::string& missing() const noexcept { return *awaited_.begin(); }
   /// Since the first one was added.
@@ -48,6 +51,7 @@ class HeldJobs {
   std::set<std::string> awaited_;
   std::chrono::steady_clock::time_point since_;
   bool holding_ = false;
+  bool failed_ = false;
 };
 
 }  // namespace thinwire

@@ -39,12 +39,15 @@ void check_gradient(const Job& job) {
   require(gradient.data != nullptr || expected == 0, "the gradient has no memory");
 }
 
+// Of the finite entries: the others do not get into the residual.
 double gradient_squares(const GradientView& gradient) {
   double sum = 0;
   std::array<float, kBlock> block;
   for (std::size_t begin = 0; begin < gradient.numel; begin += kBlock) {
     const std::size_t count = std::min(kBlock, gradient.numel - begin);
     load_gradient(gradient, begin, count, block.data());
+    for (std::size_t i = 0; i < count; ++i)
+      if (!std::isfinite(block[i])) block[i] = 0.0f;
     sum += sum_of_squares(block.data(), count);
   }
   return sum;
@@ -138,7 +141,7 @@ void Pipeline::measure(const Job& job) {
 void Pipeline::clip(double waited_seconds) {
   const double norm = std::sqrt(clip_squares_);
   const double limit = double{options.clip_norm} * std::sqrt(static_cast<double>(communicator.size()));
-  if (norm > limit && std::isfinite(norm)) stats.clip_factor = static_cast<float>(limit / norm);
+  if (norm > limit) stats.clip_factor = static_cast<float>(limit / norm);
   stats.clip_wait_seconds = waited_seconds;
 }
 

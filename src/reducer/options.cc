@@ -32,9 +32,10 @@ void check_rules(const ReducerOptions& options) {
     require(!rule.pattern.empty(), "the pattern of a parameter rule is empty");
     if (rule.momentum) check_momentum(*rule.momentum, " of rule " + quoted(rule.pattern));
     if (rule.selector) validate(*rule.selector);
-    const Codec codec{.indices = options.codec.indices, .values = rule.values.value_or(options.codec.values)};
-    for (const Selector& selector : rule.selector ? std::vector{*rule.selector} : selectors_of(options))
-      require_compatible(selector, codec);
+    // What a rule leaves open, other rules may decide: `policy_of` sees it all.
+    if (rule.selector && rule.values)
+      require_compatible(*rule.selector, {.indices = options.codec.indices, .values = *rule.values},
+                         " (rule " + quoted(rule.pattern) + ")");
   }
 }
 
@@ -72,8 +73,8 @@ void check_feedback(const ReducerOptions& options) {
           "rounding_feedback and error_feedback are both off, but the first is part of the second");
   require(options.rounding_feedback || rounds(options),
           "rounding_feedback is off but codec.values is f32, which rounds nothing");
-  require(options.clip_norm >= 0.0f && std::isfinite(options.clip_norm),
-          "clip_norm is " + text_of(options.clip_norm) + ", not a finite norm of at least 0");
+  require(options.clip_norm == 0.0f || (options.clip_norm > 0.0f && std::isnormal(options.clip_norm)),
+          "clip_norm is " + text_of(options.clip_norm) + ", neither 0 nor a finite norm above 1.2e-38");
 }
 
 }  // namespace
@@ -105,19 +106,19 @@ double density_at(const Schedule& schedule, std::uint64_t step, double density) 
   return static_cast<float>(std::pow(density, (stage + 1) / (stages + 1)));
 }
 
-void require_compatible(const Selector& selector, const Codec& codec) {
+void require_compatible(const Selector& selector, const Codec& codec, const std::string& of) {
   const auto* hashed = std::get_if<HashedSlots>(&selector);
   const bool layout_a = hashed != nullptr && hashed->layout == HashedSlots::Layout::a;
   require(codec.indices != IndexCoding::elias_fano || !layout_a,
-          "elias_fano needs ascending indices, but layout a of HashedSlots sends its table as it lies");
+          "elias_fano needs ascending indices, but layout a of HashedSlots sends its table as it lies" + of);
   require(codec.values != ValueCoding::shared_mean || !layout_a,
-          "shared_mean is the mean of all entries sent, but layout a of HashedSlots sends free slots too");
+          "shared_mean is the mean of all entries sent, but layout a of HashedSlots sends free slots too" + of);
   const auto* search = std::get_if<ThresholdSearch>(&selector);
   require(
       codec.values != ValueCoding::shared_mean || search == nullptr || search->reuse_interval == 1,
       "shared_mean takes the largest and the smallest values in turn, so reuse_interval of ThresholdSearch must be 1, "
       "not " +
-          std::to_string(search == nullptr ? 1 : search->reuse_interval));
+          std::to_string(search == nullptr ? 1 : search->reuse_interval) + of);
 }
 
 std::string to_string(const ReducerOptions& options) {
@@ -197,6 +198,8 @@ ReducerOptions redsync_quantized(double density, const std::vector<std::string>&
 }
 
 ReducerOptions dragonn(const DragonnOptions& from) {
+  require(from.small_density > 0 && from.small_density <= 1,
+          "small_density is " + text_of(from.small_density) + ", not in (0, 1]");
   const HashedSlots slots{.density = from.density, .layout = from.layout};
   HashedSlots small = slots;
   small.density = std::max(from.density, from.small_density);

@@ -84,12 +84,19 @@ def test_runs_of_another_build_are_named(quick: tuple[Path, str]) -> None:
 
 
 def test_interrupted_run_is_made_again(quick: tuple[Path, str], tmp_path: Path) -> None:
-    runs = convergence.Runs(tmp_path)
+    runs = convergence.Runs(tmp_path, quick=False)
     job = tasks.Job("T1s", "top_k", 0.001, 4, 1)
     assert runs.read(job) is None
-    (tmp_path / f"{job.name()}.json").write_text('{"task": "T1s", "meth')
+    done = {"task": "T1s", "method": "top_k", "density": 0.001, "ranks": 4, "seed": 1, "variant": "", "quick": False}
+    done |= {"value": 90.0, "digest": "0", "losses": [], "metric_curve": []}
+    for damaged in ('{"task": "T1s", "meth', "[]", "null", '"x"', json.dumps({"task": "T1s"}), "\x00"):
+        (tmp_path / f"{job.name()}.json").write_text(damaged)
+        assert runs.read(job) is None, damaged
+    (tmp_path / f"{job.name()}.json").write_bytes(b"\xff\xfe")
     assert runs.read(job) is None
-    runs.write(job, {"task": "T1s", "method": "top_k", "density": 0.001, "ranks": 4, "seed": 1, "variant": ""})
+    runs.write(job, done | {"quick": True})
+    assert runs.read(job) is None, "a quick run is no measurement"
+    runs.write(job, done)
     assert runs.read(job)["seed"] == 1 and len(list(tmp_path.iterdir())) == 1
     assert runs.read(tasks.Job("T1s", "top_k", 0.001, 4, 2)) is None
 
@@ -313,6 +320,8 @@ def test_a_jump_of_the_loss_at_a_switch_is_seen(rise: float, held: tuple[bool, b
     [
         (["--report", "--out", "/nowhere/at/all"], "nothing was measured in /nowhere/at/all"),
         (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--quick", "--tasks", "T2"], "--quick has runs of T1s only"),
+        (["--quick", "--out", "/proc/nope"], "cannot be made"),
         (["--methods", "fast"], "invalid choice: 'fast'"),
     ],
 )

@@ -23,6 +23,7 @@ from .c10d import TorchCommunicator
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLUSH_ELEMENTS = 1 << 22  # of one bucket of a flush: 16 MiB of f32
 _FORMAT = 1  # of state dictionaries
+_STATE_KEYS = ("rank", "world_size", "step", "residual", "velocity", "decay_momentum", "outside_momentum")
 
 
 class Engine:
@@ -130,6 +131,9 @@ class Engine:
                 f"this is no state of thinwire, or one of another version: version is {state.get('version')!r}, "
                 f"expected {_FORMAT}",
             )
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise Error(ErrorCode.invalid_argument, f"the state lacks {missing[0]!r}: it is not whole")
         mine, saved = (self._communicator.rank(), self._communicator.size()), (state["rank"], state["world_size"])
         if mine != saved:
             raise Error(
