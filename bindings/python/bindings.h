@@ -22,7 +22,9 @@ namespace thinwire::python {
 
 namespace nb = nanobind;
 
+void bind_selectors(nb::module_& m);
 void bind_options(nb::module_& m);
+void bind_presets(nb::module_& m);
 void bind_communicator(nb::module_& m);
 void bind_reducer(nb::module_& m);
 void bind_plan(nb::module_& m);

@@ -71,7 +71,9 @@ NB_MODULE(_thinwire, m) {
   nb::register_exception_translator(translate);
   m.attr("version") = std::to_string(THINWIRE_VERSION_MAJOR) + "." + std::to_string(THINWIRE_VERSION_MINOR) + "." +
                       std::to_string(THINWIRE_VERSION_PATCH);
+  bind_selectors(m);
   bind_options(m);
+  bind_presets(m);
   bind_communicator(m);
   bind_reducer(m);
   bind_plan(m);

@@ -1,4 +1,4 @@
-// Options, selectors and presets. Small things are immutable, so that a change to a copy cannot get lost in silence;
+// Options. Small things are immutable, so that a change to a copy cannot get lost in silence;
 // closed choices are strings. repr() gives the expression that makes the object.
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "choices.h"
 #include "thinwire/reducer.h"
 #include "thinwire/select.h"
 
@@ -33,12 +34,7 @@ const char* const kRuleInit =
     " | None = None, "
     "values: typing.Literal['f32', 'bf16', 'f16', 'shared_mean'] | None = None) -> None";
 
-template <class E, std::size_t N>
-using Names = std::array<std::pair<const char*, E>, N>;
-
 constexpr Names<Unit, 2> kUnits{{{"parameter", Unit::parameter}, {"bucket", Unit::bucket}}};
-constexpr Names<HashedSlots::Layout, 2> kLayouts{{{"a", HashedSlots::Layout::a}, {"b", HashedSlots::Layout::b}}};
-constexpr Names<Side, 3> kSides{{{"both", Side::both}, {"largest", Side::largest}, {"smallest", Side::smallest}}};
 constexpr Names<SparseAllReduce, 2> kKinds{
     {{"all_gather", SparseAllReduce::all_gather}, {"dense", SparseAllReduce::dense}}};
 constexpr Names<IndexCoding, 2> kIndexCodings{
@@ -47,47 +43,6 @@ constexpr Names<ValueCoding, 4> kValueCodings{{{"f32", ValueCoding::f32},
                                                {"bf16", ValueCoding::bf16},
                                                {"f16", ValueCoding::f16},
                                                {"shared_mean", ValueCoding::shared_mean}}};
-constexpr Names<RedsyncLimits, 2> kLimits{{{"elements", kRedsyncElements}, {"bytes", kRedsyncBytes}}};
-
-template <class E, std::size_t N>
-std::string name_of(const Names<E, N>& names, E value) {
-  for (const auto& [name, known] : names) {
-    if (known == value) return name;
-  }
-  return "?";
-}
-
-template <class E, std::size_t N>
-E parse(const Names<E, N>& names, const char* what, const std::string& text) {
-  std::string expected;
-  for (const auto& [name, value] : names) {
-    if (text == name) return value;
-    expected += (expected.empty() ? "'" : " or '") + std::string(name) + "'";
-  }
-  throw Error(ErrorCode::invalid_argument, std::string(what) + " is '" + text + "', expected " + expected);
-}
-
-/// "Type(name=value, …)" from pairs of name and value.
-std::string expression(const char* type, std::initializer_list<std::pair<const char*, nb::object>> fields) {
-  std::string text = std::string(type) + "(";
-  const char* separator = "";
-  for (const auto& [name, value] : fields) {
-    text += separator + std::string(name) + "=" + nb::cast<std::string>(nb::repr(value));
-    separator = ", ";
-  }
-  return text + ")";
-}
-
-template <class T>
-nb::object value(const T& v) {
-  return nb::cast(v, nb::rv_policy::copy);
-}
-// A float shows the digits that were written, not those of its f64 image.
-nb::object value(float v) {
-  const std::string digits = nb::cast<std::string>(nb::str("{:.7g}").attr("format")(static_cast<double>(v)));
-  return nb::float_(std::stod(digits));
-}
-nb::object value(const std::optional<float>& v) { return v ? value(*v) : nb::none(); }
 
 using Sizes = std::vector<std::pair<std::size_t, Selector>>;
 
@@ -113,126 +68,6 @@ nb::object rules_tuple(const ReducerOptions& options) {
   nb::list rules;
   for (const ParameterRule& rule : options.rules) rules.append(value(rule));
   return nb::tuple(rules);
-}
-
-template <class S>
-void construct_checked(S* self, S selector) {
-  validate(Selector(selector));
-  new (self) S(selector);
-}
-
-void bind_selectors(nb::module_& m) {
-  nb::class_<TopK>(m, "TopK", "The k entries of largest magnitude, exactly. density = k / numel, in (0, 1].")
-      .def(
-          "__init__", [](TopK* self, double density) { construct_checked(self, TopK{density}); }, "density"_a = 0.001)
-      .def_ro("density", &TopK::density)
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
-      .def("__repr__",
-           [](const TopK& s) {
-             return expression("TopK", {{"density", value(s.density)}});
-           })
-      .def("__getstate__", [](const TopK& s) { return std::tuple(s.density); })
-      .def("__setstate__", [](TopK& s, const std::tuple<double>& t) { new (&s) TopK{std::get<0>(t)}; });
-
-  nb::class_<TrimmedTopK>(m, "TrimmedTopK", R"(RedSync's trimmed top-k (arXiv 1808.04357).
-
-Candidates above mean + r * (max - mean) of the magnitudes, r lowered from 1 by `epsilon` until k are found; then the
-exact top-k of them. Returns the same entries as TopK.)")
-      .def(
-          "__init__",
-          [](TrimmedTopK* self, double density, double epsilon) {
-            construct_checked(self, TrimmedTopK{density, epsilon});
-          },
-          "density"_a = 0.001, "epsilon"_a = 0.2)
-      .def_ro("density", &TrimmedTopK::density)
-      .def_ro("epsilon", &TrimmedTopK::epsilon, "Step of r, in (0, 1).")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
-      .def("__repr__",
-           [](const TrimmedTopK& s) {
-             return expression("TrimmedTopK", {{"density", value(s.density)}, {"epsilon", value(s.epsilon)}});
-           })
-      .def("__getstate__", [](const TrimmedTopK& s) { return std::tuple(s.density, s.epsilon); })
-      .def("__setstate__", [](TrimmedTopK& s, const std::tuple<double, double>& t) {
-        new (&s) TrimmedTopK{std::get<0>(t), std::get<1>(t)};
-      });
-
-  nb::class_<HashedSlots>(m, "HashedSlots", R"(DRAGONN's randomized hashing (Wang et al., ICML 2022).
-
-Entries above a sampled threshold go to slots of a hash table; in a slot the larger magnitude wins, losers stay in the
-residual. layout "a": about 2k candidates into k slots, sent as they lie; "b": about k into 4k slots, compacted.
-sample_fraction: share of a unit that is sampled for the threshold, in (0, 1].)")
-      .def(
-          "__init__",
-          [](HashedSlots* self, double density, const std::string& layout, double sample_fraction) {
-            construct_checked(self, HashedSlots{density, parse(kLayouts, "layout", layout), sample_fraction});
-          },
-          "density"_a = 0.001, "layout"_a = "b", "sample_fraction"_a = HashedSlots{}.sample_fraction,
-          nb::sig("def __init__(self, density: float = 0.001, layout: typing.Literal['a', 'b'] = 'b', "
-                  "sample_fraction: float = 0.01) -> None"))
-      .def_ro("density", &HashedSlots::density)
-      .def_prop_ro(
-          "layout", [](const HashedSlots& s) { return name_of(kLayouts, s.layout); },
-          nb::for_getter(nb::sig("def layout(self) -> typing.Literal['a', 'b']")))
-      .def_ro("sample_fraction", &HashedSlots::sample_fraction)
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
-      .def("__repr__",
-           [](const HashedSlots& s) {
-             return expression("HashedSlots", {{"density", value(s.density)},
-                                               {"layout", value(name_of(kLayouts, s.layout))},
-                                               {"sample_fraction", value(s.sample_fraction)}});
-           })
-      .def("__getstate__",
-           [](const HashedSlots& s) { return std::tuple(s.density, name_of(kLayouts, s.layout), s.sample_fraction); })
-      .def("__setstate__", [](HashedSlots& s, const std::tuple<double, std::string, double>& t) {
-        new (&s) HashedSlots{std::get<0>(t), parse(kLayouts, "layout", std::get<1>(t)), std::get<2>(t)};
-      });
-
-  nb::class_<ThresholdSearch>(m, "ThresholdSearch", R"(RedSync's threshold binary search (arXiv 1808.04357).
-
-Entries above mean + r * (max - mean) of the magnitudes, r being bisected until k to 1.25k of them are left; the largest,
-whatever their number.)")
-      .def(
-          "__init__",
-          [](ThresholdSearch* self, double density, std::uint32_t reuse_interval) {
-            construct_checked(self, ThresholdSearch{density, reuse_interval});
-          },
-          "density"_a = 0.001, "reuse_interval"_a = ThresholdSearch{}.reuse_interval)
-      .def_ro("density", &ThresholdSearch::density)
-      .def_ro("reuse_interval", &ThresholdSearch::reuse_interval,
-              "Selections that one search serves, itself included; 1: each searches.")
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
-      .def("__repr__",
-           [](const ThresholdSearch& s) {
-             return expression("ThresholdSearch",
-                               {{"density", value(s.density)}, {"reuse_interval", value(s.reuse_interval)}});
-           })
-      .def("__getstate__", [](const ThresholdSearch& s) { return std::tuple(s.density, s.reuse_interval); })
-      .def("__setstate__", [](ThresholdSearch& s, const std::tuple<double, std::uint32_t>& t) {
-        new (&s) ThresholdSearch{std::get<0>(t), std::get<1>(t)};
-      });
-
-  nb::class_<SampledTopK>(m, "SampledTopK", R"(DGC's sampled top-k (Lin et al., ICLR 2018).
-
-Entries at or above a threshold taken from a strided sample; more than k are cut to the k largest, for fewer than 0.8k
-the threshold is lowered. sample_fraction: share of a unit that is sampled, in (0, 1].)")
-      .def(
-          "__init__",
-          [](SampledTopK* self, double density, double sample_fraction) {
-            construct_checked(self, SampledTopK{density, sample_fraction});
-          },
-          "density"_a = 0.001, "sample_fraction"_a = SampledTopK{}.sample_fraction)
-      .def_ro("density", &SampledTopK::density)
-      .def_ro("sample_fraction", &SampledTopK::sample_fraction)
-      .def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"))
-      .def("__repr__",
-           [](const SampledTopK& s) {
-             return expression("SampledTopK",
-                               {{"density", value(s.density)}, {"sample_fraction", value(s.sample_fraction)}});
-           })
-      .def("__getstate__", [](const SampledTopK& s) { return std::tuple(s.density, s.sample_fraction); })
-      .def("__setstate__", [](SampledTopK& s, const std::tuple<double, double>& t) {
-        new (&s) SampledTopK{std::get<0>(t), std::get<1>(t)};
-      });
 }
 
 void bind_small_options(nb::module_& m) {
@@ -503,63 +338,11 @@ Each of P ranks clips its own gradient to clip_norm * sqrt(P). Nothing is sent b
            [](ReducerOptions& o, OptionsState t) { new (&o) ReducerOptions(options_of(std::move(t))); });
 }
 
-void bind_presets(nb::module_& m) {
-  m.def("dense", &dense, "Dense all-reduce of f32 residuals with thinwire's momentum: the baseline, through one path.");
-  m.def("top_k", &top_k, "density"_a = 0.001, "Exact top-k over whole buckets. density in (0, 1].");
-  m.def(
-      "redsync",
-      [](double density, const std::string& limits) { return redsync(density, parse(kLimits, "limits", limits)); },
-      "density"_a = 0.001, "limits"_a = "elements",
-      nb::sig("def redsync(density: float = 0.001, limits: typing.Literal['elements', 'bytes'] = 'elements') "
-              "-> ReducerOptions"),
-      R"(RedSync (arXiv 1808.04357; JPDC 133, 2019).
-
-Per parameter: exact, trimmed top-k or threshold search by its size, momentum correction and factor masking. density in
-(0, 1]. limits: whether the sizes 131072 and 4194304, where the methods change, count elements or bytes.)");
-  m.def(
-      "redsync_quantized",
-      [](double density, const std::vector<std::string>& output_layer, const std::string& limits) {
-        return redsync_quantized(density, output_layer, parse(kLimits, "limits", limits));
-      },
-      "density"_a = 0.001, "output_layer"_a = std::vector<std::string>(), "limits"_a = "elements",
-      nb::sig("def redsync_quantized(density: float = 0.001, output_layer: collections.abc.Sequence[str] = (), "
-              "limits: typing.Literal['elements', 'bytes'] = 'elements') -> ReducerOptions"),
-      R"(RedSync with same-sign, same-mean quantization: half the bytes.
-
-The smallest and the largest values of a parameter travel in turn, as indices and one mean. output_layer: patterns of
-parameters that keep their values. density, limits: as for redsync.)");
-  m.def(
-      "dragonn",
-      [](double density, const std::string& layout, double small_density, std::size_t small) {
-        return dragonn({.density = density,
-                        .layout = parse(kLayouts, "layout", layout),
-                        .small_density = small_density,
-                        .small = small});
-      },
-      "density"_a = 0.001, "layout"_a = "b", "small_density"_a = DragonnOptions{}.small_density,
-      "small"_a = DragonnOptions{}.small,
-      nb::sig(
-          "def dragonn(density: float = 0.001, layout: typing.Literal['a', 'b'] = 'b', small_density: float = 0.01, "
-          "small: int = 131072) -> ReducerOptions"),
-      R"(DRAGONN: randomized hashing (Wang, Xu, Wu, Shrivastava, Ng; ICML 2022, PMLR 162).
-
-Per parameter. density in (0, 1]; layout as in HashedSlots. Parameters of at most `small` elements have small_density, if
-that is higher.)");
-  m.def("dgc", &dgc, "density"_a = 0.001, R"(DGC: deep gradient compression (Lin, Han, Mao, Wang, Dally; ICLR 2018).
-
-Per parameter, sampled top-k with re-selection, momentum correction and factor masking. density in (0, 1]. Its warm-up is
-Schedule.in_epochs(steps_per_epoch, ramp_epochs=4).)");
-}
-
 }  // namespace
 
-Side parse_side(const std::string& name) { return parse(kSides, "side", name); }
-
 void bind_options(nb::module_& m) {
-  bind_selectors(m);
   bind_small_options(m);
   bind_reducer_options(m);
-  bind_presets(m);
 }
 
 }  // namespace thinwire::python
