@@ -147,7 +147,7 @@ def _corpus(size: int) -> king_james_data.Corpus:
 
 def options_of(job: Job, task: Task) -> thinwire.ReducerOptions:
     """How the job's workers reduce."""
-    method = CONTROL if job.variant == CONTROL else job.method
+    method = training.CONTROL if job.variant == CONTROL else job.method
     dense_steps = 0 if job.variant == NO_WARM_UP else task.dense_steps
     options = training.compression(method, job.density, dense_steps, job.seed, task.output_layer, task.clip_norm)
     if job.variant == CONTROL:

@@ -114,8 +114,8 @@ void validate(const ReducerOptions& options);
 ReducerOptions dense();
 /// Exact top-k over whole buckets.
 ReducerOptions top_k(double density = 0.001);
-/// The largest units, in elements, that RedSync's exact and trimmed top-k select from; threshold search beyond. Its text is
-/// recalled to say 128 KB and 4 MB; its code has the same digits as elements, which is four times as much.
+/// The largest units, in elements, that RedSync's exact and trimmed top-k select from; threshold search beyond. The digits
+/// are those of its code, which counts elements; read as bytes of f32 they mean a quarter of it.
 struct RedsyncLimits {
   std::size_t top_k = 131'072;
   std::size_t trimmed = 4'194'304;

@@ -60,7 +60,8 @@ struct HashedSlots {
 /// count is checked: beyond capacity the largest are kept, below k/2 the search is repeated, as a fallback.
 struct ThresholdSearch {
   double density = 0.001;
-  std::uint32_t reuse_interval = 5;  ///< selections that one search serves, itself included; 1: each searches
+  std::uint32_t reuse_interval =
+      5;  ///< selections that one search serves, itself included; 1: each searches, and nothing is remembered
   friend bool operator==(const ThresholdSearch&, const ThresholdSearch&) = default;
 };
 

@@ -4,17 +4,12 @@
 #include <sstream>
 
 #include "core/check.h"
+#include "core/text.h"
 #include "reducer/bucket_plan.h"
 #include "thinwire/reducer.h"
 
 namespace thinwire {
 namespace {
-
-std::string text_of(double number) {
-  std::ostringstream text;
-  text << number;
-  return text.str();
-}
 
 // Every selector that a unit may get from the options, rules apart.
 std::vector<Selector> selectors_of(const ReducerOptions& options) {
@@ -123,23 +118,22 @@ void require_compatible(const Selector& selector, const Codec& codec, const std:
 
 std::string to_string(const ReducerOptions& options) {
   std::ostringstream text;
-  text.precision(9);
   text << std::boolalpha << "selector=" << to_string(options.selector);
   for (const SizedSelector& larger : options.selector_by_size)
     text << "\nabove " << larger.above << " elements=" << to_string(larger.selector);
   text << "\nunit=" << (options.unit == Unit::parameter ? "parameter" : "bucket")
        << "\ncodec=" << to_string(options.codec) << "\nall_reduce=" << to_string(options.all_reduce)
-       << "\nmomentum=" << options.momentum << "\nnesterov=" << options.nesterov
+       << "\nmomentum=" << text_of(options.momentum) << "\nnesterov=" << options.nesterov
        << "\nmomentum_masking=" << options.momentum_masking << "\nerror_feedback=" << options.error_feedback
-       << "\nrounding_feedback=" << options.rounding_feedback << "\nresidual_decay=" << options.residual_decay
-       << "\nclip_norm=" << options.clip_norm << "\ndense_below=" << options.dense_below
+       << "\nrounding_feedback=" << options.rounding_feedback << "\nresidual_decay=" << text_of(options.residual_decay)
+       << "\nclip_norm=" << text_of(options.clip_norm) << "\ndense_below=" << options.dense_below
        << "\nschedule.dense_steps=" << options.schedule.dense_steps
        << "\nschedule.ramp_steps=" << options.schedule.ramp_steps
        << "\nschedule.ramp_stages=" << options.schedule.ramp_stages << "\nseed=" << options.seed << "\n";
   for (const ParameterRule& rule : options.rules) {
     text << "rule " << quoted(rule.pattern) << ":";
     if (rule.dense) text << " dense=" << *rule.dense;
-    if (rule.momentum) text << " momentum=" << *rule.momentum;
+    if (rule.momentum) text << " momentum=" << text_of(*rule.momentum);
     if (rule.nesterov) text << " nesterov=" << *rule.nesterov;
     if (rule.selector) text << " selector=" << to_string(*rule.selector);
     if (rule.values) text << " values=" << to_string(*rule.values);

@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/magnitude.h"
+#include "core/text.h"
 #include "select/blocks.h"
 #include "select/hashed_slots.h"
 #include "select/sampled_top_k.h"
@@ -29,31 +30,31 @@ template <class... Fs>
 Overloaded(Fs...) -> Overloaded<Fs...>;
 
 void require_share(double value, const char* selector, const char* field) {
-  std::ostringstream text;
-  text << field << " of " << selector << " is " << value << ", not in (0, 1]";
-  require(value > 0.0 && value <= 1.0, text.str());
+  require(value > 0.0 && value <= 1.0,
+          std::string(field) + " of " + selector + " is " + text_of(value) + ", not in (0, 1]");
 }
 
 }  // namespace
 
 std::string to_string(const Selector& selector) {
   std::ostringstream text;
-  text.precision(9);
   std::visit(Overloaded{
-                 [&](const TopK& s) { text << "top_k(density=" << s.density << ")"; },
+                 [&](const TopK& s) { text << "top_k(density=" << text_of(s.density) << ")"; },
                  [&](const TrimmedTopK& s) {
-                   text << "trimmed_top_k(density=" << s.density << ", epsilon=" << s.epsilon << ")";
+                   text << "trimmed_top_k(density=" << text_of(s.density) << ", epsilon=" << text_of(s.epsilon) << ")";
                  },
                  [&](const HashedSlots& s) {
-                   text << "hashed_slots(density=" << s.density
+                   text << "hashed_slots(density=" << text_of(s.density)
                         << ", layout=" << (s.layout == HashedSlots::Layout::a ? 'a' : 'b')
-                        << ", sample_fraction=" << s.sample_fraction << ")";
+                        << ", sample_fraction=" << text_of(s.sample_fraction) << ")";
                  },
                  [&](const ThresholdSearch& s) {
-                   text << "threshold_search(density=" << s.density << ", reuse_interval=" << s.reuse_interval << ")";
+                   text << "threshold_search(density=" << text_of(s.density) << ", reuse_interval=" << s.reuse_interval
+                        << ")";
                  },
                  [&](const SampledTopK& s) {
-                   text << "sampled_top_k(density=" << s.density << ", sample_fraction=" << s.sample_fraction << ")";
+                   text << "sampled_top_k(density=" << text_of(s.density)
+                        << ", sample_fraction=" << text_of(s.sample_fraction) << ")";
                  },
              },
              selector);

@@ -14,7 +14,7 @@ void ThresholdSearchSelection::begin(const SampleSource& source, const Threshold
   k_ = k;
   capacity_ = capacity;
   fallbacks_ = 0;
-  memory_ = memory;
+  memory_ = reuse_interval_ > 1 ? memory : nullptr;
   statistics_.begin(source.numel, source.side);
 }
 
