@@ -20,19 +20,20 @@ struct Reducer::Impl {
   // One bucket, on the lane.
   void run(Job& job) {
     pipeline.address(job);
-    std::exception_ptr failure = job.failure ? job.failure : unannounced;
+    if (unannounced && !job.failure) job.failure = unannounced;
     std::span<const std::byte> block;
-    if (!failure) {
+    if (!job.failure) {
       try {
+        pipeline.prepare(job);
         pipeline.plan(job);
         pipeline.accumulate_and_select(job);
         block = pipeline.encode_and_settle(job);
       } catch (...) {
-        failure = std::current_exception();
+        job.failure = std::current_exception();
         pipeline.give_back(job);
       }
     }
-    const std::span<const std::byte> blocks = pipeline.exchange(job, block, failure);
+    const std::span<const std::byte> blocks = pipeline.exchange(job, block);
     const std::vector<Payload> payloads = pipeline.validate_all(job, blocks);
     pipeline.decode(job, payloads);
     pipeline.reduce_dense(job);
@@ -75,6 +76,7 @@ struct Reducer::Impl {
     const auto job = std::make_shared<Job>(std::move(from));
     job->work = std::make_shared<Work::State>(waited_ns);
     job->number = jobs++;
+    job->given = std::chrono::steady_clock::now();
     if (!in_step && !job->failure)
       job->failure = std::make_exception_ptr(Error(ErrorCode::invalid_argument, "reduce was called before begin_step"));
     if (held.holding())
@@ -162,11 +164,12 @@ void Reducer::begin_step(StepMode mode) {
   impl_->pipeline.begin_step(impl_->step, mode);
 }
 
-Work Reducer::reduce(Bucket bucket, GradientView gradient, OnDone on_done) {
+Work Reducer::reduce(Bucket bucket, GradientView gradient, OnDone on_done, Prepare prepare) {
   Job job;
   job.bucket = std::move(bucket);
   job.gradient = gradient;
   job.on_done = std::move(on_done);
+  job.prepare = std::move(prepare);
   return Work(impl_->submit(std::move(job)));
 }
 
@@ -191,6 +194,16 @@ StepStats Reducer::stats() {
   StepStats stats = impl_->pipeline.stats;
   stats.exposed_wait_seconds = static_cast<double>(impl_->waited_ns->load()) * 1e-9;
   return stats;
+}
+
+void Reducer::set_tracing(bool on) {
+  impl_->wait_idle();
+  impl_->pipeline.tracing = on;
+}
+
+std::vector<TraceEvent> Reducer::take_trace() {
+  impl_->wait_idle();
+  return std::exchange(impl_->pipeline.trace, {});
 }
 
 const Residual& Reducer::residual() {

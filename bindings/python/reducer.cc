@@ -135,16 +135,34 @@ Reducer::OnDone on_done(nb::object callback, const nb::ndarray<>& gradient) {
   };
 }
 
-Work reduce(const OwnedReducer& self, Slices slices, const nb::ndarray<>& gradient, nb::object callback) {
+/// Calls `callback`, which returns the loss scale, on the reducer's thread.
+Reducer::Prepare prepare_with(nb::object callback) {
+  if (callback.is_none()) return {};
+  return [held = share(std::move(callback))](GradientView& gradient) {
+    const nb::gil_scoped_acquire gil;
+    try {
+      gradient.loss_scale = nb::cast<float>((*held)());
+    } catch (nb::python_error& error) {
+      throw from_python(error, "preparing a gradient");
+    } catch (const nb::cast_error&) {
+      throw Error(ErrorCode::invalid_argument, "preparing a gradient did not return the loss scale, a number");
+    }
+  };
+}
+
+Work reduce(const OwnedReducer& self, Slices slices, const nb::ndarray<>& gradient, nb::object callback,
+            float loss_scale, nb::object prepare) {
   Reducer& reducer = *self;
   Bucket bucket;
   bucket.slices.reserve(slices.size());
   for (auto& [name, numel, has_gradient] : slices) bucket.slices.push_back({std::move(name), numel, has_gradient});
-  const auto view = view_of(gradient);
+  auto view = view_of(gradient);
   auto done = on_done(std::move(callback), gradient);
+  auto first = prepare_with(std::move(prepare));
   const nb::gil_scoped_release release;
   if (const auto* reason = std::get_if<std::string>(&view)) return reducer.fail(*reason, std::move(done));
-  return reducer.reduce(std::move(bucket), std::get<GradientView>(view), std::move(done));
+  std::get<GradientView>(view).loss_scale = loss_scale;
+  return reducer.reduce(std::move(bucket), std::get<GradientView>(view), std::move(done), std::move(first));
 }
 
 Work fail(const OwnedReducer& self, const std::string& reason, nb::object callback) {
@@ -219,6 +237,15 @@ nb::object copy_of(const OwnedReducer& self, const std::string& name,
   return to_array(std::move(copy));
 }
 
+using Events = std::vector<std::tuple<std::string, std::string, std::uint64_t, std::int64_t, std::int64_t>>;
+
+Events events_of(std::vector<TraceEvent> trace) {
+  Events events;
+  events.reserve(trace.size());
+  for (TraceEvent& e : trace) events.emplace_back(std::move(e.name), std::move(e.lane), e.step, e.begin_ns, e.end_ns);
+  return events;
+}
+
 std::string describe(const StepStats& s) {
   const nb::str format(
       "StepStats(step={}, active={}, jobs={}, calls={}, bytes_sent={}, bytes_received={}, dense_bytes={}, "
@@ -246,7 +273,8 @@ void bind_stats(nb::module_& m) {
       .def_ro("density", &StepStats::density, "entries_sent / sparse_numel; 1 in a dense step.")
       .def_ro("fallbacks", &StepStats::fallbacks,
               "Extra sweeps because a sampled or reused bound was too high, and searches that found no threshold.")
-      .def_ro("non_finite", &StepStats::non_finite, "Some rank's gradient was not finite: the step is undone.")
+      .def_ro("non_finite", &StepStats::non_finite,
+              "Some rank's gradient was not finite, or a mean got too large for its type: the step is undone.")
       .def_ro("residual_norm", &StepStats::residual_norm, "Norm of the residual, refreshed now and then.")
       .def_ro("gradient_norm", &StepStats::gradient_norm, "Norm of the local gradient of the step residual_norm is of.")
       .def_ro("clip_factor", &StepStats::clip_factor, "What local clipping multiplied the gradient by.")
@@ -304,14 +332,18 @@ every rank's jobs of that step and all later ones raise one Error that names the
 
 "dense": send everything; "flush": average only what waits in the residuals, whatever the buffers hold.
 Errors: the error the last step ended with.)")
-      .def("reduce", &reduce, "slices"_a, "gradient"_a.noconvert(), "on_done"_a = nb::none(),
+      .def("reduce", &reduce, "slices"_a, "gradient"_a.noconvert(), "on_done"_a = nb::none(), "loss_scale"_a = 1.0f,
+           "prepare"_a = nb::none(),
            nb::sig("def reduce(self, slices: collections.abc.Sequence[tuple[str, int, bool]], gradient: typing.Any, "
-                   "on_done: collections.abc.Callable[[thinwire._errors.Error | None], None] | None = None) -> Work"),
+                   "on_done: collections.abc.Callable[[thinwire._errors.Error | None], None] | None = None, "
+                   "loss_scale: float = 1.0, prepare: collections.abc.Callable[[], float] | None = None) -> Work"),
            R"(gradient <- mean over the ranks of what they send.
 
 slices: (name, numel, has_gradient) in buffer order. gradient: contiguous array [n] of f32, f16 or bf16 in host memory,
 used in place and kept alive until the job is done; not to be touched before. on_done runs on the reducer's thread.
-What is wrong with slices or gradient fails the job, on every rank.)")
+What is wrong with slices or gradient fails the job, on every rank.
+loss_scale: a power of two; the gradient holds the true one times it, and is given the mean times it. prepare: runs on the
+reducer's thread before the gradient is read, may wait for it to be filled, and returns the loss scale.)")
       .def("fail", &fail, "reason"_a, "on_done"_a = nb::none(),
            nb::sig("def fail(self, reason: str, on_done: collections.abc.Callable[[thinwire._errors.Error | None], "
                    "None] | None = None) -> Work"),
@@ -331,6 +363,13 @@ What is wrong with slices or gradient fails the job, on every rank.)")
       .def(
           "stats", [](const OwnedReducer& self) { return (*self).stats(); }, released,
           "Of the last step; waits for its jobs.")
+      .def(
+          "set_tracing", [](const OwnedReducer& self, bool on) { (*self).set_tracing(on); }, "on"_a, released,
+          "Whether to note what runs when, from the next job on.")
+      .def(
+          "take_trace", [](const OwnedReducer& self) { return events_of((*self).take_trace()); }, released,
+          nb::sig("def take_trace(self) -> list[tuple[str, str, int, int, int]]"),
+          "What was noted since it was last taken: (name, lane, step, begin, end), nanoseconds of time.monotonic_ns().")
       .def(
           "residual",
           [](const OwnedReducer& self, const std::string& name) { return copy_of(self, name, &Residual::residual); },
@@ -367,6 +406,20 @@ changed.)")
           "close", [](const OwnedReducer& self) { self.close(); }, released,
           "Waits for the jobs in the queue and stops the thread; further jobs raise. Idempotent.");
 
+  m.def(
+      "chrome_trace",
+      [](Events events, const std::string& process) {
+        std::vector<TraceEvent> trace;
+        trace.reserve(events.size());
+        for (auto& [name, lane, step, begin, end] : events)
+          trace.push_back(
+              {.name = std::move(name), .lane = std::move(lane), .step = step, .begin_ns = begin, .end_ns = end});
+        return chrome_trace(trace, process);
+      },
+      "events"_a, "process"_a,
+      nb::sig(
+          "def chrome_trace(events: collections.abc.Sequence[tuple[str, str, int, int, int]], process: str) -> str"),
+      "Events as Reducer.take_trace gives them, as JSON in Chrome's trace-event format, which Perfetto opens.");
   m.def(
       "select",
       [](const Selector& selector, const FloatArray& values, std::uint32_t seed, const std::string& side_name) {

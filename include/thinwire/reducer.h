@@ -20,6 +20,7 @@
 #include "thinwire/residual.h"
 #include "thinwire/select.h"
 #include "thinwire/sparse_all_reduce.h"
+#include "thinwire/trace.h"
 #include "thinwire/types.h"
 
 namespace thinwire {
@@ -92,7 +93,7 @@ struct ReducerOptions {
   /// Local clipping (RedSync, DGC): the norm that dense training would clip the mean gradient to; 0: none. A rank clips
   /// its own gradient, not yet divided by the P ranks, to clip_norm·sqrt(P): clip_norm/sqrt(P) for its part of the mean.
   /// The norm is of the whole gradient, its finite entries, so nothing is sent before all parameters were given to
-  /// `reduce`. Under a loss scale it is the norm of the scaled gradient.
+  /// `reduce`.
   float clip_norm = 0.0f;
   /// Parameters with fewer elements are always dense.
   std::size_t dense_below = 10'240;
@@ -169,14 +170,15 @@ struct StepStats {
   std::uint64_t sparse_numel = 0;      ///< elements of sparse units
   double density = 0.0;                ///< entries_sent / sparse_numel; 1 in a dense step
   std::uint64_t fallbacks = 0;         ///< those of the step's selections, see Selection::fallbacks
-  bool non_finite = false;             ///< some rank's gradient was not finite: NaN was written, the step is undone
-  double residual_norm = 0.0;          ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
-  double gradient_norm = 0.0;          ///< ‖g‖ of the local gradient of that step, clipped if it was
-  double clip_factor = 1.0;            ///< what local clipping multiplied the gradient by
-  double clip_wait_seconds = 0.0;      ///< from the first bucket to the last: overlap lost to local clipping
-  double select_seconds = 0.0;         ///< accumulate and select, which are one pass
-  double encode_seconds = 0.0;         ///< encode and settle
-  double exchange_seconds = 0.0;       ///< inside communicator calls, waiting for slower ranks included
+  /// Some rank's gradient was not finite and NaN was written, or a mean got too large for its type: the step is undone.
+  bool non_finite = false;
+  double residual_norm = 0.0;      ///< ‖v‖ after the step, refreshed every `StepStats::kNormInterval` steps
+  double gradient_norm = 0.0;      ///< ‖g‖ of the local gradient of that step, clipped if it was
+  double clip_factor = 1.0;        ///< what local clipping multiplied the gradient by
+  double clip_wait_seconds = 0.0;  ///< from the first bucket to the last: overlap lost to local clipping
+  double select_seconds = 0.0;     ///< accumulate and select, which are one pass
+  double encode_seconds = 0.0;     ///< encode and settle
+  double exchange_seconds = 0.0;   ///< inside communicator calls, waiting for slower ranks included
   double decode_seconds = 0.0;
   double exposed_wait_seconds = 0.0;  ///< that callers spent in Work::wait
   static constexpr std::uint64_t kNormInterval = 50;
@@ -244,8 +246,11 @@ class Reducer {
   /// job's error or null, must not throw and must not call the reducer.
   /// Never throws for what is wrong with bucket or gradient (unknown parameter, wrong numel, dtype, device): the job
   /// fails, and every rank is told.
+  /// `prepare`, where given, runs on the reducer's thread before the gradient is read, unless the job has failed before:
+  /// it may wait for the buffer to be filled, and set what `gradient` said. What it throws fails the job.
   using OnDone = std::function<void(std::exception_ptr)>;
-  Work reduce(Bucket bucket, GradientView gradient, OnDone on_done = {});
+  using Prepare = std::function<void(GradientView&)>;
+  Work reduce(Bucket bucket, GradientView gradient, OnDone on_done = {}, Prepare prepare = {});
   /// A job that failed before it could be given to `reduce`: every rank's job of this number throws `reason`.
   Work fail(const std::string& reason, OnDone on_done = {});
 
@@ -259,6 +264,10 @@ class Reducer {
   /// Of the last step; waits for its jobs. Like all calls that wait, it fails a step under `clip_norm` whose gradient is
   /// not whole yet.
   StepStats stats();
+  /// Whether to note what runs when, from the next job on. Costs a few hundred bytes per job until it is taken.
+  void set_tracing(bool on);
+  /// What was noted since it was last taken; waits for the jobs of the step.
+  std::vector<TraceEvent> take_trace();
   /// Waits for the jobs of the step. The reference is good until the next call of the reducer.
   const Residual& residual();
 

@@ -25,6 +25,7 @@
 
 // All of it together: begin_step(), then one reduce() per bucket.
 #include "thinwire/reducer.h"
+#include "thinwire/trace.h"
 
 // Whether it is worth it: what an exchange would take.
 #include "thinwire/plan.h"

@@ -28,7 +28,10 @@ struct GradientView {
   std::size_t numel = 0;  ///< elements, not bytes; below 2^32
   DType dtype = DType::f32;
   Device device = {};
-  float scale = 1.0f;  ///< what elements are multiplied by, in f32, when they are read; writing ignores it
+  /// A power of two: the buffer holds the gradient times it, and is given the mean times it. What is kept in between,
+  /// residuals, norms and clip limits, is in true units, so it may change from step to step.
+  float loss_scale = 1.0f;
+  float clip = 1.0f;  ///< local clipping: what the true gradient is multiplied by when it is read
 };
 
 }  // namespace thinwire

@@ -19,9 +19,10 @@ const char* to_string(SparseAllReduce kind) noexcept {
   return "unknown";
 }
 
-void decode_mean(std::span<const Payload> payloads, const GradientView& mean) {
+bool decode_mean(std::span<const Payload> payloads, const GradientView& mean) {
   std::vector<DecodeCursor> cursors(payloads.size());
   std::vector<float> scratch(mean.dtype == DType::f32 ? 0 : std::min(mean.numel, kDecodeTile));
+  bool finite = true;
   for (std::size_t begin = 0; begin < mean.numel; begin += kDecodeTile) {
     const std::size_t count = std::min(kDecodeTile, mean.numel - begin);
     float* const data = mean.dtype == DType::f32 ? static_cast<float*>(mean.data) + begin : scratch.data();
@@ -30,8 +31,9 @@ void decode_mean(std::span<const Payload> payloads, const GradientView& mean) {
     for (std::size_t r = 0; r < payloads.size(); ++r)
       decode_add(payloads[r], static_cast<std::uint32_t>(begin), tile, cursors[r]);
     divide(tile, payloads.size());
-    if (mean.dtype != DType::f32) store_gradient(mean, begin, count, scratch.data());
+    finite = store_gradient(mean, begin, count, data) && finite;
   }
+  return finite;
 }
 
 }  // namespace thinwire

@@ -41,12 +41,15 @@ inline std::uint16_t f32_to_f16(float value) noexcept {
   return static_cast<std::uint16_t>(sign | rounded >> 13);
 }
 
+/// What the elements of a buffer are multiplied by, in f32, to be the clipped gradient in true units.
+inline float read_factor(const GradientView& from) noexcept { return from.clip / from.loss_scale; }
+
 /// The elements of a gradient buffer, where they can be read as they lie; else null.
 inline const float* plain_gradient(const GradientView& from) noexcept {
-  return from.dtype == DType::f32 && from.scale == 1.0f ? static_cast<const float*>(from.data) : nullptr;
+  return from.dtype == DType::f32 && read_factor(from) == 1.0f ? static_cast<const float*>(from.data) : nullptr;
 }
 
-/// out [count] <- elements [begin, begin + count) of a gradient buffer, as f32, times its scale.
+/// out [count] <- elements [begin, begin + count) of a gradient buffer, as f32, in true units and clipped.
 inline void load_gradient(const GradientView& from, std::size_t begin, std::size_t count, float* out) {
   if (from.dtype == DType::f32) {
     std::copy_n(static_cast<const float*>(from.data) + begin, count, out);
@@ -57,21 +60,33 @@ inline void load_gradient(const GradientView& from, std::size_t begin, std::size
     else
       for (std::size_t i = 0; i < count; ++i) out[i] = bf16_to_f32(half[i]);
   }
-  if (from.scale != 1.0f)
-    for (std::size_t i = 0; i < count; ++i) out[i] *= from.scale;
+  if (const float factor = read_factor(from); factor != 1.0f)
+    for (std::size_t i = 0; i < count; ++i) out[i] *= factor;
 }
 
-/// Elements [begin, begin + count) of a gradient buffer <- values, rounded once.
-inline void store_gradient(const GradientView& to, std::size_t begin, std::size_t count, const float* values) {
+/// Elements [begin, begin + count) of a gradient buffer <- values times its loss scale, rounded once. Of an f32 buffer
+/// `values` may be those elements. Returns whether all are finite there; those of f32 without a loss scale are taken to be.
+inline bool store_gradient(const GradientView& to, std::size_t begin, std::size_t count, const float* values) {
+  const float scale = to.loss_scale;
+  std::uint32_t largest = 0;  // bits of the largest magnitude
   if (to.dtype == DType::f32) {
-    std::copy_n(values, count, static_cast<float*>(to.data) + begin);
-    return;
+    auto* out = static_cast<float*>(to.data) + begin;
+    if (scale == 1.0f) {
+      if (out != values) std::copy_n(values, count, out);
+      return true;
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      out[i] = values[i] * scale;
+      largest = std::max(largest, std::bit_cast<std::uint32_t>(out[i]) & 0x7fffffffu);
+    }
+    return largest < 0x7f800000u;
   }
   auto* half = static_cast<std::uint16_t*>(to.data) + begin;
-  if (to.dtype == DType::f16)
-    for (std::size_t i = 0; i < count; ++i) half[i] = f32_to_f16(values[i]);
-  else
-    for (std::size_t i = 0; i < count; ++i) half[i] = f32_to_bf16(values[i]);
+  for (std::size_t i = 0; i < count; ++i) {
+    half[i] = to.dtype == DType::f16 ? f32_to_f16(values[i] * scale) : f32_to_bf16(values[i] * scale);
+    largest = std::max(largest, half[i] & 0x7fffu);
+  }
+  return largest < (to.dtype == DType::f16 ? 0x7c00u : 0x7f80u);
 }
 
 }  // namespace thinwire

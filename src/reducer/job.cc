@@ -6,12 +6,15 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <new>
+#include <utility>
 
 #include "codec/wire.h"
 #include "core/check.h"
 #include "core/float16.h"
 #include "core/hash.h"
 #include "core/magnitude.h"
+#include "core/text.h"
 
 namespace thinwire {
 namespace {
@@ -37,6 +40,9 @@ void check_gradient(const Job& job) {
                                           " elements, the slices of its bucket have " + std::to_string(expected));
   require(expected < kEmptySlot, "a bucket holds fewer than 4294967295 elements, not " + std::to_string(expected));
   require(gradient.data != nullptr || expected == 0, "the gradient has no memory");
+  int exponent = 0;
+  require(std::isnormal(gradient.loss_scale) && std::frexp(gradient.loss_scale, &exponent) == 0.5f,
+          "the loss scale is " + text_of(gradient.loss_scale) + ", expected a power of two");
 }
 
 // Of the finite entries: the others do not get into the residual.
@@ -61,18 +67,43 @@ void write_nan(const GradientView& gradient, std::uint32_t offset) {
 
 }  // namespace
 
-// Adds the life time of the object to a sum of seconds.
+// Adds the life time of the object to a sum of seconds, and to the trace.
 class Pipeline::Timer {
  public:
-  explicit Timer(double& seconds) : seconds_(seconds), start_(std::chrono::steady_clock::now()) {}
-  ~Timer() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  using Clock = std::chrono::steady_clock;
+
+  Timer(Pipeline& pipeline, const Job& job, const char* stage, double& seconds)
+      : pipeline_(pipeline), job_(job), stage_(stage), seconds_(seconds), start_(Clock::now()) {}
+  ~Timer() {
+    const Clock::time_point end = Clock::now();
+    seconds_ += std::chrono::duration<double>(end - start_).count();
+    if (pipeline_.tracing) pipeline_.note(job_, stage_, start_, end);
+  }
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
 
  private:
+  Pipeline& pipeline_;
+  const Job& job_;
+  const char* stage_;
   double& seconds_;
-  std::chrono::steady_clock::time_point start_;
+  Clock::time_point start_;
 };
+
+void Pipeline::note(const Job& job, const char* what, std::chrono::steady_clock::time_point begin,
+                    std::chrono::steady_clock::time_point end) noexcept {
+  const auto ns = [](auto time) {
+    return std::int64_t{std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count()};
+  };
+  try {
+    trace.push_back({.name = what,
+                     .lane = "bucket " + std::to_string(job.number),
+                     .step = step_.step,
+                     .begin_ns = ns(begin),
+                     .end_ns = ns(end)});
+  } catch (const std::bad_alloc&) {  // a trace with a gap does no harm
+  }
+}
 
 Pipeline::Pipeline(ReducerOptions from, const std::vector<Parameter>& parameters, Communicator& to)
     : options(std::move(from)), communicator(to), protocol_(to) {
@@ -109,6 +140,7 @@ void Pipeline::begin_step(std::uint64_t step, StepMode mode) {
 }
 
 void Pipeline::address(Job& job) {
+  if (tracing) note(job, "queued", job.given, std::chrono::steady_clock::now());
   job.header.step = step_.step;
   job.header.job = job.number;
   job.header.options_hash = options_hash_;
@@ -128,13 +160,15 @@ std::set<std::string> Pipeline::names() const {
   return names;
 }
 
-void Pipeline::measure(const Job& job) {
+void Pipeline::measure(Job& job) {
   try {
+    prepare(job);
     check_gradient(job);
-  } catch (const std::exception&) {
-    return;  // `plan` will say so
+  } catch (...) {
+    job.failure = std::current_exception();
+    return;
   }
-  const Timer timer(stats.select_seconds);
+  const Timer timer(*this, job, "measure", stats.select_seconds);
   clip_squares_ += gradient_squares(job.gradient);
 }
 
@@ -145,22 +179,27 @@ void Pipeline::clip(double waited_seconds) {
   stats.clip_wait_seconds = waited_seconds;
 }
 
+void Pipeline::prepare(Job& job) {
+  if (const Reducer::Prepare prepare = std::exchange(job.prepare, {})) prepare(job.gradient);
+}
+
 void Pipeline::plan(Job& job) {
   check_gradient(job);
-  job.gradient.scale *= static_cast<float>(stats.clip_factor);
+  job.gradient.clip = static_cast<float>(stats.clip_factor);
   for (const BucketSlice& slice : job.bucket.slices) {
     require(policies_.contains(slice.name), "unknown parameter " + quoted(slice.name));
     require(reduced_.insert(slice.name).second, "parameter " + quoted(slice.name) + " is reduced twice in one step");
     job.has_gradient.push_back(slice.has_gradient || mode_ == StepMode::flush);
   }
   job.plan = plan_bucket(job.bucket, residual, policies_, options, step_, communicator.size());
+  if (job.gradient.loss_scale != 1.0f) job.plan.layout += "loss scale " + text_of(job.gradient.loss_scale) + "\n";
   job.header.slices = static_cast<std::uint32_t>(job.bucket.slices.size());
   job.header.layout_hash = text_hash(job.plan.layout);
   job.header.block_bytes = job.plan.block_bytes;
 }
 
 void Pipeline::accumulate_and_select(Job& job) {
-  const Timer timer(stats.select_seconds);
+  const Timer timer(*this, job, "accumulate and select", stats.select_seconds);
   const bool flush = mode_ == StepMode::flush;
   std::optional<std::uint32_t>& non_finite = job.header.non_finite;
   const auto note = [&non_finite](std::optional<std::uint32_t> offset) {
@@ -183,7 +222,7 @@ void Pipeline::accumulate_and_select(Job& job) {
 }
 
 std::span<const std::byte> Pipeline::encode_and_settle(Job& job) {
-  const Timer timer(stats.encode_seconds);
+  const Timer timer(*this, job, "encode", stats.encode_seconds);
   if (dense_values_.size() <= job.number) dense_values_.resize(job.number + 1);
   std::vector<float>& dense = dense_values_[job.number];
   dense.resize(job.plan.dense_numel);
@@ -232,20 +271,17 @@ void Pipeline::give_back(const Job& job) noexcept {
   }
 }
 
-std::span<const std::byte> Pipeline::exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure) {
-  const Timer timer(stats.exchange_seconds);
+std::span<const std::byte> Pipeline::exchange(Job& job, std::span<const std::byte> block) {
+  const Timer timer(*this, job, "exchange", stats.exchange_seconds);
   const Communicator::Traffic before = communicator.traffic();
-  const std::span<const std::byte> blocks = protocol_.exchange({.header = job.header,
-                                                                .block = block,
-                                                                .failure = std::move(failure),
-                                                                .options = &words_,
-                                                                .layout = &job.plan.layout});
+  const std::span<const std::byte> blocks = protocol_.exchange(
+      {.header = job.header, .block = block, .failure = job.failure, .options = &words_, .layout = &job.plan.layout});
   count_traffic(before, false);
   return blocks;
 }
 
 std::vector<Payload> Pipeline::validate_all(const Job& job, std::span<const std::byte> blocks) {
-  const Timer timer(stats.decode_seconds);
+  const Timer timer(*this, job, "decode", stats.decode_seconds);
   std::vector<Payload> payloads;
   const std::size_t block = job.plan.block_bytes;
   for (std::size_t r = 0; r * block < blocks.size(); ++r) {
@@ -263,8 +299,8 @@ std::vector<Payload> Pipeline::validate_all(const Job& job, std::span<const std:
 void Pipeline::decode(Job& job, const std::vector<Payload>& payloads) {
   // Without units and dense sections every element comes from the dense all-reduce.
   if (!job.plan.units.empty() || job.plan.dense_in_payload) {
-    const Timer timer(stats.decode_seconds);
-    decode_mean(payloads, job.gradient);
+    const Timer timer(*this, job, "decode", stats.decode_seconds);
+    if (!decode_mean(payloads, job.gradient)) stats.non_finite = true;
   }
 }
 
@@ -277,15 +313,14 @@ void Pipeline::reduce_dense(Job& job) {
       in_place ? std::span(static_cast<float*>(job.gradient.data), job.gradient.numel) : std::span(dense_mean_);
   const Communicator::Traffic before = communicator.traffic();
   {
-    const Timer timer(stats.exchange_seconds);
+    const Timer timer(*this, job, "exchange", stats.exchange_seconds);
     dense_mean(communicator, mine, mean);
   }
   count_traffic(before, !step_.dense);
-  if (in_place) return;
-  const Timer timer(stats.decode_seconds);
+  const Timer timer(*this, job, "decode", stats.decode_seconds);
   std::size_t at = 0;
   for (const DenseRun& run : job.plan.dense_runs) {
-    store_gradient(job.gradient, run.begin, run.numel, dense_mean_.data() + at);
+    if (!store_gradient(job.gradient, run.begin, run.numel, mean.data() + at)) stats.non_finite = true;
     at += run.numel;
   }
 }

@@ -1,6 +1,7 @@
 // One bucket on its way through the stages, and what the reducer keeps from job to job.
 #pragma once
 
+#include <chrono>
 #include <exception>
 #include <map>
 #include <memory>
@@ -21,8 +22,10 @@ struct Job {
   std::uint32_t number = 0;  // within the step
   Bucket bucket;
   GradientView gradient;
-  std::exception_ptr failure;  // the job failed before it was given
+  std::exception_ptr failure;  // the job cannot be reduced
   Reducer::OnDone on_done;
+  Reducer::Prepare prepare;
+  std::chrono::steady_clock::time_point given;
   std::shared_ptr<Work::State> work;
   // Filled on the way:
   BucketPlan plan;
@@ -46,16 +49,17 @@ class Pipeline {
   // Local clipping needs the whole gradient: each job's is measured when it comes, and the stages wait for the last.
   bool clips(StepMode mode) const noexcept { return options.clip_norm > 0 && mode != StepMode::flush; }
   std::set<std::string> names() const;  ///< of the parameters
-  void measure(const Job& job);
+  void measure(Job& job);
   void clip(double waited_seconds);  ///< all jobs of the step have been measured, or one fails and the step with it
 
   // The stages of one job, in order.
   void address(Job& job);  ///< what even a failed job must say: step, number, options
+  void prepare(Job& job);
   void plan(Job& job);
   void accumulate_and_select(Job& job);
   std::span<const std::byte> encode_and_settle(Job& job);
   void give_back(const Job& job) noexcept;  ///< after a failure before `exchange`: what was taken out and not settled
-  std::span<const std::byte> exchange(Job& job, std::span<const std::byte> block, std::exception_ptr failure);
+  std::span<const std::byte> exchange(Job& job, std::span<const std::byte> block);
   std::vector<Payload> validate_all(const Job& job, std::span<const std::byte> blocks);
   void decode(Job& job, const std::vector<Payload>& payloads);
   void reduce_dense(Job& job);
@@ -66,9 +70,13 @@ class Pipeline {
   Residual residual;
   std::map<std::string, SelectionMemory> selections;  ///< what selections leave for the next of their unit, by its name
   StepStats stats;
+  std::vector<TraceEvent> trace;
+  bool tracing = false;
 
  private:
   class Timer;
+  void note(const Job& job, const char* what, std::chrono::steady_clock::time_point begin,
+            std::chrono::steady_clock::time_point end) noexcept;
   void count_traffic(const Communicator::Traffic& before, bool small);
   void add_norms(const Job& job);
 
