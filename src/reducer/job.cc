@@ -192,7 +192,6 @@ void Pipeline::plan(Job& job) {
     job.has_gradient.push_back(slice.has_gradient || mode_ == StepMode::flush);
   }
   job.plan = plan_bucket(job.bucket, residual, policies_, options, step_, communicator.size());
-  if (job.gradient.loss_scale != 1.0f) job.plan.layout += "loss scale " + text_of(job.gradient.loss_scale) + "\n";
   job.header.slices = static_cast<std::uint32_t>(job.bucket.slices.size());
   job.header.layout_hash = text_hash(job.plan.layout);
   job.header.block_bytes = job.plan.block_bytes;
