@@ -284,6 +284,7 @@ void bind_stats(nb::module_& m) {
       .def_ro("encode_seconds", &StepStats::encode_seconds, "Encode and settle.")
       .def_ro("exchange_seconds", &StepStats::exchange_seconds, "In communicator calls, waiting for others included.")
       .def_ro("decode_seconds", &StepStats::decode_seconds)
+      .def_ro_static("norm_interval", &StepStats::kNormInterval, "Steps from one refreshed norm to the next.")
       .def_ro("exposed_wait_seconds", &StepStats::exposed_wait_seconds, "That callers spent in Work.wait.")
       .def("__repr__", &describe);
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -16,8 +19,13 @@ from torch.optim import Optimizer
 
 from ._errors import Error, ErrorCode
 from ._layout import shaped
+from ._loss_scale import LossScale
 from ._momentum import Momentum
+from ._replicas import check_replicas
+from ._report import describe
+from ._staging import Staging, future_for, needs_staging
 from ._thinwire import Reducer, ReducerOptions, StepStats, Work
+from ._trace import Trace
 from .c10d import TorchCommunicator
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +42,8 @@ class Engine:
         parameters: by name, those that DDP reduces.
         optimizer: whose momentum to take over, if any.
         connect: makes the communicator, once everything else has been found sound; the reducer's thread uses it alone.
+        grad_scaler: what scales the loss, if anything.
+        check_replicas_every: compares the replicas after every so many steps of the optimizer; 0: never.
 
     Raises:
         Error: for parameters, options or an optimizer that do not fit; then the optimizer is as it was.
@@ -45,8 +55,13 @@ class Engine:
         parameters: Mapping[str, Tensor],
         optimizer: Optimizer | None,
         connect: Callable[[], TorchCommunicator],
+        grad_scaler: Any = None,
+        check_replicas_every: int = 0,
     ) -> None:
         options.validate()
+        if check_replicas_every and optimizer is None:
+            raise Error(ErrorCode.invalid_argument, "check_replicas_every counts the optimizer's steps: give optimizer")
+        self._scale = LossScale(grad_scaler)
         _check_parameters(parameters)
         self._parameters = dict(parameters)
         self._names = {id(p): name for name, p in parameters.items()}
@@ -62,10 +77,19 @@ class Engine:
         self._last_bucket: int | None = None  # index of the last bucket seen in the step; None: the step is over
         self._was_called = False
         self._touched: set[int] = set()  # parameters that got a gradient since they were last reduced
-        touch = partial(_touch, self._touched)
+        self._backward_began: list[int] = []  # when, in ns; empty before the first gradient
+        self._read_scale: Callable[[], float] = lambda: 1.0
+        self._staging = Staging()
+        self._norms: deque[tuple[int, float]] = deque(maxlen=8)  # residual over gradient, by step
+        self._trace: Trace | None = None
+        self._check_replicas_every = check_replicas_every
+        self._optimizer_steps = 0
+        self._optimizer_began = 0  # the last step, in ns
+        touch = partial(_touch, self._touched, self._backward_began)
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(touch) for p in parameters.values()]
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook's work: queues the bucket; the future holds its buffer, with the mean in it."""
@@ -74,14 +98,13 @@ class Engine:
             self._begin_step()
         self._last_bucket = None if bucket.is_last() else index
 
-        future: Future[Tensor] = Future()
-        done = partial(_settle, future, buffer)
+        future = future_for(buffer)
         problem = self._problem(index, buffer, parameters)
         if problem is None:
             slices = [(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters]
-            self._works.append(self.reducer.reduce(slices, buffer, done))
+            self._works.append(self._submit(index, slices, buffer, future))
         else:
-            self._works.append(self.reducer.fail(problem, done))
+            self._works.append(self.reducer.fail(problem, partial(_settle, future, partial(future.set_result, buffer))))
         self._touched.difference_update(map(id, parameters))
         if bucket.is_last():
             # DDP words a failed future in its own way. What fails in this backward pass is raised as it is, at its end
@@ -90,8 +113,23 @@ class Engine:
                 torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
         return future.then(_value)
 
+    def _submit(self, index: int, slices: list[tuple[str, int, bool]], buffer: Tensor, future: Future[Tensor]) -> Work:
+        read_scale = self._read_scale
+        if not needs_staging(buffer):
+            done = partial(_settle, future, partial(future.set_result, buffer))
+            return self.reducer.reduce(slices, buffer, done, read_scale())
+        host, wait = self._staging.to_host(index, buffer)
+
+        def prepare() -> float:
+            wait()
+            return read_scale()
+
+        done = partial(_settle, future, partial(self._staging.to_device, future, host, buffer))
+        return self.reducer.reduce(slices, host, done, prepare=prepare)
+
     def flush(self) -> None:
         """Averages what waits in the residuals into the gradients. See HookState.flush."""
+        self._undo_if_skipped()
         self._last_bucket = None
         self.reducer.begin_step("flush")
         for group in _groups(self._parameters, _FLUSH_ELEMENTS):
@@ -108,8 +146,20 @@ class Engine:
         """What the last step did, on this rank."""
         return self.reducer.stats()
 
+    def report(self) -> str:
+        """See HookState.report."""
+        return describe(self.stats(), list(self._norms), self._read_scale())
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """See HookState.trace."""
+        if self._trace is not None:
+            raise Error(ErrorCode.invalid_argument, "a trace is running already: stop() it first")
+        self._trace = Trace(self.reducer, path, self._communicator.rank(), self._forget_trace)
+        return self._trace
+
     def state_dict(self) -> dict[str, Any]:
         """See HookState.state_dict."""
+        self._undo_if_skipped()
         state = self.reducer.state()
         none: dict[str, Any] = {"decay_momentum": {}, "outside_momentum": {}}
         return {
@@ -152,6 +202,7 @@ class Engine:
 
     def release(self) -> None:
         """Stops, and gives momentum back to the optimizer. Every rank calls it, unless the communicator is dead."""
+        self._undo_if_skipped()
         velocities = None
         try:
             if self._momentum is not None and not self._communicator.dead:
@@ -166,6 +217,8 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._trace is not None:
+            self._trace.stop()
         self.reducer.close()
 
     def _begin_step(self) -> None:
@@ -173,11 +226,29 @@ class Engine:
         self._works.clear()
         if self._momentum is not None:
             self._momentum.expect_flush(False)
+        self._undo_if_skipped()
         self.reducer.begin_step()
+        self._read_scale = self._scale.begin_step()
+        if self.reducer.step % StepStats.norm_interval == 1:
+            last = self.reducer.stats()
+            if last.gradient_norm > 0:
+                self._norms.append((self.reducer.step - 1, last.residual_norm / last.gradient_norm))
+
+    def _undo_if_skipped(self) -> None:
+        if self._scale.take_skipped():
+            self.reducer.undo_step()
 
     def _raise_failure(self) -> None:
+        end = time.monotonic_ns()
+        began = self._backward_began.pop() if self._backward_began else end
         for work in self._works:
             work.wait()
+        if self._trace is not None:
+            self._trace.note("backward pass", "training loop", began, end)
+            self._trace.note("wait for the means", "training loop", end)
+
+    def _forget_trace(self) -> None:
+        self._trace = None
 
     def _problem(self, index: int, buffer: Tensor, parameters: list[Tensor]) -> str | None:
         """Why this bucket cannot be reduced, or None."""
@@ -192,13 +263,13 @@ class Engine:
             )
         if buffer.dtype not in _DTYPES:
             return f"the gradient of parameter '{name}' is {_dtype(buffer)}, expected float32, float16 or bfloat16"
-        if buffer.device.type != "cpu":
-            return f"the gradient of parameter '{name}' is on {buffer.device}, this version reduces in host memory"
         return None
 
     def _before_optimizer_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
+        self._scale.before_optimizer_step(optimizer)
+        self._optimizer_began = time.monotonic_ns()
         has_closure = len(args) > 1 or bool(kwargs)
         if not self._was_called and not has_closure:
             self._was_called = True
@@ -207,6 +278,14 @@ class Engine:
                 stacklevel=4,
             )
         return None if self._momentum is None else self._momentum.before_step(args, kwargs)
+
+    def _after_optimizer_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._trace is not None:
+            self._trace.note("optimizer step", "training loop", self._optimizer_began)
+        self._optimizer_steps += 1
+        if self._check_replicas_every and self._optimizer_steps % self._check_replicas_every == 0:
+            self.reducer.stats()  # waits: no job may run meanwhile
+            check_replicas(self._parameters, self._communicator)
 
     def _mean_velocities(self) -> dict[str, Tensor]:
         local = {name: torch.from_dlpack(u) for name, u in self.reducer.state()["velocity"].items()}
@@ -229,19 +308,17 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
                 ErrorCode.invalid_argument,
                 f"parameter '{name}' is {_dtype(p)}, expected float32, float16 or bfloat16",
             )
-        if p.device.type != "cpu":
-            raise Error(
-                ErrorCode.unsupported, f"parameter '{name}' is on {p.device}, this version reduces in host memory"
-            )
 
 
-def _touch(touched: set[int], parameter: Tensor) -> None:
+def _touch(touched: set[int], began: list[int], parameter: Tensor) -> None:
+    if not began:
+        began.append(time.monotonic_ns())
     touched.add(id(parameter))
 
 
-def _settle(future: Future[Tensor], buffer: Tensor, error: Error | None) -> None:
+def _settle(future: Future[Tensor], succeed: Callable[[], None], error: Error | None) -> None:
     if error is None:
-        future.set_result(buffer)
+        succeed()
     else:
         future.set_exception(error)
 

@@ -129,7 +129,7 @@ class Momentum:
             for name, parameter in taken.members:
                 if velocities is None or name not in velocities:
                     continue
-                buffer = shaped(velocities[name], parameter) * _sign(group)
+                buffer = shaped(velocities[name], parameter).to(parameter.device) * _sign(group)
                 if name in self._decay:
                     buffer += self._decay[name]
                 self._optimizer.state[parameter]["momentum_buffer"] = buffer.to(parameter.dtype)

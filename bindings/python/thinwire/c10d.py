@@ -32,7 +32,7 @@ class TorchCommunicator(Communicator):
 
     Raises:
         Error: invalid_argument if there is no process group or this process is not in it; unsupported if its backend
-            does not reach host memory; timeout or remote if the ranks do not meet.
+            does not reach host memory and there is no Gloo; timeout or remote if the ranks do not meet.
     """
 
     def __init__(
@@ -142,12 +142,13 @@ def _new_group(parent: dist.ProcessGroup | None, timeout: timedelta | float | No
     config = dist.get_backend_config(parent)  # "cpu:gloo,cuda:nccl" or just "gloo"
     by_device = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     backend = by_device.get("cpu") if by_device else config
-    if backend is None or backend == "nccl":
-        raise Error(
-            ErrorCode.unsupported,
-            f"the process group's backend is '{config}', which does not reach host memory; "
-            "use 'cpu:gloo,cuda:nccl' or 'gloo'",
-        )
+    if backend is None or backend == "nccl":  # which reach the memory of devices only
+        backend = "gloo"
+        if not dist.is_gloo_available():
+            raise Error(
+                ErrorCode.unsupported,
+                f"the process group's backend '{config}' does not reach host memory, and this PyTorch has no Gloo",
+            )
     return dist.new_group(
         dist.get_process_group_ranks(parent),
         timeout=timeout,

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ._engine import Engine, named
 from ._errors import Error, ErrorCode
 from ._thinwire import ReducerOptions, StepStats
+from ._trace import Trace
 from .c10d import TorchCommunicator
 
 __all__ = ["Handle", "HookState", "attach", "hook"]
@@ -50,11 +51,15 @@ class HookState:
             momentum to means that already have it.
         process_group: the ranks that take part; the default group unless given.
         timeout: longest wait for another rank, as timedelta or in seconds; the backend's default unless given.
+        grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one. Residuals are then kept in true
+            units, and a step that the scaler skips is taken back: what it would have sent stays in the residuals.
+        check_replicas_every: for finding faults: after every so many steps of the optimizer, a checksum of all
+            parameters is compared over the ranks, and the first one that differs is named. Not under Join.
 
     Raises:
         Error: invalid_argument for options out of range, a parameter of another type than float32, float16 and bfloat16
-            (by name), momentum both in the options and in the optimizer, an optimizer with dampening, no process group;
-            unsupported for a parameter that is not in host memory or a backend that does not reach it.
+            (by name), momentum both in the options and in the optimizer, an optimizer with dampening, a scaler whose
+            factors are no powers of two, no process group; unsupported for a backend that does not reach host memory.
     """
 
     _parameters: dict[str, torch.Tensor]
@@ -71,13 +76,22 @@ class HookState:
         optimizer: Optimizer | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: _Timeout = None,
+        grad_scaler: Any = None,
+        check_replicas_every: int = 0,
     ) -> None:
         self._clear()
         self._parameters = named(named_parameters)
         self._process_group = process_group
-        self.attach(options, optimizer, timeout)
+        self.attach(options, optimizer, timeout, grad_scaler, check_replicas_every)
 
-    def attach(self, options: ReducerOptions, optimizer: Optimizer | None = None, timeout: _Timeout = None) -> None:
+    def attach(
+        self,
+        options: ReducerOptions,
+        optimizer: Optimizer | None = None,
+        timeout: _Timeout = None,
+        grad_scaler: Any = None,
+        check_replicas_every: int = 0,
+    ) -> None:
         """Attaches again after `detach`, on every rank. Residuals start at zero. Arguments and errors: as above."""
         if self._engine is not None:
             raise Error(ErrorCode.invalid_argument, "thinwire is attached already: detach() first")
@@ -86,7 +100,14 @@ class HookState:
                 ErrorCode.invalid_argument,
                 f"options is a {type(options).__name__}, expected ReducerOptions such as thinwire.redsync()",
             )
-        self._engine = Engine(options, self._parameters, _unwrap(optimizer), lambda: self._connect(timeout))
+        self._engine = Engine(
+            options,
+            self._parameters,
+            _unwrap(optimizer),
+            lambda: self._connect(timeout),
+            grad_scaler,
+            check_replicas_every,
+        )
         _attached.add(self)
 
     def detach(self) -> None:
@@ -120,13 +141,22 @@ class HookState:
         return self._attached().stats()
 
     def report(self) -> str:
-        """The last step in a line of words."""
-        s = self.stats()
-        saved = f", {s.dense_bytes / s.bytes_sent:.0f} times less than dense" if s.active and s.bytes_sent else ""
-        return (
-            f"step {s.step}: {'sparse' if s.active else 'dense'} ({s.reason}); {s.jobs} buckets, {s.calls} calls, "
-            f"{s.bytes_sent / 1e3:.1f} kB sent{saved}; density {s.density:.3%}"
-        )
+        """The last step in words: active or not and why, bytes, density, norms, time per stage, exposed wait."""
+        return self._attached().report()
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Notes what runs when, from now on, for Perfetto (ui.perfetto.dev) or chrome://tracing:
+
+            with handle.trace("trace.json"):
+                for batch in islice(batches, 10): ...
+
+        Rows: the training loop (backward pass, wait, optimizer), and each bucket with the stages of its reduction.
+        Rank 0 writes its file when the block ends, at stop() or at detach; with "{rank}" in the path every rank does.
+
+        Raises:
+            Error: invalid_argument if a trace is running. OSError: the file cannot be written.
+        """
+        return self._attached().trace(path)
 
     @property
     def step(self) -> int:
@@ -216,17 +246,20 @@ def attach(
     optimizer: Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: _Timeout = None,
+    grad_scaler: Any = None,
+    check_replicas_every: int = 0,
 ) -> Handle:
     """Makes a DDP model reduce its gradients by thinwire. Every rank calls it at the same point, between steps.
 
     Args:
         model: a DistributedDataParallel, or torch.compile's wrapper around one.
         options: how to reduce, for example ``thinwire.redsync(density=0.001)``.
-        optimizer, process_group, timeout: as in HookState; the process group is the model's unless given.
+        optimizer, process_group, timeout, grad_scaler, check_replicas_every: as in HookState; the process group is the
+            model's unless given.
 
     Returns:
-        A handle with detach(), flush(), stats(), state_dict() and load_state_dict(). It may be dropped: the model keeps
-        it. After ``handle.detach()`` the model may be attached again, and gives the same handle.
+        A handle with detach(), flush(), stats(), report(), state_dict() and load_state_dict(). It may be dropped: the
+        model keeps it. After ``handle.detach()`` the model may be attached again, and gives the same handle.
 
     Raises:
         Error: as HookState; invalid_argument for a model that is not DDP or that has a communication hook already, and
@@ -243,7 +276,7 @@ def attach(
     if known is not None:
         if process_group not in (None, known._process_group):
             known._process_group, known._communicator = process_group, None
-        known.attach(options, optimizer, timeout)
+        known.attach(options, optimizer, timeout, grad_scaler, check_replicas_every)
         return known
 
     taken = Error(
@@ -254,7 +287,15 @@ def attach(
         raise taken
     ignored = getattr(inner, "parameters_to_ignore", ())
     parameters = ((name, p) for name, p in inner.module.named_parameters() if name not in ignored)
-    handle = HookState(options, parameters, optimizer, process_group or inner.process_group, timeout)
+    handle = HookState(
+        options,
+        parameters,
+        optimizer,
+        process_group or inner.process_group,
+        timeout,
+        grad_scaler,
+        check_replicas_every,
+    )
     try:
         inner.register_comm_hook(handle, hook)
     except RuntimeError as error:  # a hook that DDP does not list
