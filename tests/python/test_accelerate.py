@@ -1,5 +1,6 @@
 """thinwire in Accelerate: the same as a script by hand, bit for bit, and checkpoints of every rank's state."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -22,17 +23,24 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+example = importlib.import_module("accelerate_fashion_mnist")
 ACCUMULATE = 2
+
+
+def connect(rank: int, world_size: int) -> None:
+    """Accelerate finds the ranks that are there already, as under torchrun, and nothing of an earlier Accelerator."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used: the process group exists
 
 
 class Training:
     """What a user writes, on batches of this rank's own."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        for state in (AcceleratorState, GradientState):
-            state._reset_state(*((True,) if state is AcceleratorState else ()))
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # not used: the process group exists
+        connect(rank, world_size)
         torch.manual_seed(1)
         self.network = models.Mlp()
         optimizer = optimizer_of(self.network)
@@ -139,16 +147,21 @@ def test_checkpoints(tmp_path: Path) -> None:
     ranks.run(2, checkpoints, tmp_path)
 
 
-def test_example(tmp_path: Path) -> None:
-    def run(*arguments: str) -> str:
-        port = str(ranks.free_port())
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-        command = [*torchrun, str(EXAMPLES / "accelerate_fashion_mnist.py"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def example_run(rank: int, world_size: int, *arguments: str) -> tuple[float, int, str]:
+    connect(rank, world_size)
+    _, model, handle, accuracy = example.train(example.parse_arguments(arguments))
+    return accuracy, models.checksum(list(model.parameters())), handle.report()
 
-    accuracy, report = run("--steps", "150", "--save", str(tmp_path)).splitlines()[-2:]
+
+def test_example(tmp_path: Path) -> None:
+    first, second = ranks.run(2, example_run, "--steps", "150", "--save", str(tmp_path))
+    assert first[:2] == second[:2] and first[0] > 70
+    assert "step 149: sparse (201 of 200704 elements" in first[2]
+
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(ranks.free_port())]
+    script = [str(EXAMPLES / "accelerate_fashion_mnist.py"), "--steps", "5", "--resume", str(tmp_path)]
+    done = subprocess.run([sys.executable, *torchrun, *script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    accuracy, report = done.stdout.splitlines()[-2:]
     assert float(accuracy.split()[2]) > 70
-    assert "step 149: sparse (201 of 200704 elements" in report
-    assert "step 150: sparse" in run("--steps", "1", "--resume", str(tmp_path))
+    assert "step 154: sparse (201 of 200704 elements" in report
