@@ -11,7 +11,7 @@ import models
 import pytest
 import ranks
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -35,7 +35,7 @@ def examples(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [batches() for _ in range(BATCHES)]
 
 
-def optimizer_of(network: models.Mlp) -> torch.optim.SGD:
+def optimizer_of(network: nn.Module) -> torch.optim.SGD:
     """With all that thinwire takes over."""
     return torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01)
 
@@ -170,6 +170,36 @@ def uses(rank: int, world_size: int) -> None:
 
 def test_flush_and_a_second_fit() -> None:
     ranks.run(2, uses)
+
+
+class TwoOptimizers(Regression):
+    """One for the hidden layers, one for the head."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        loss = models.loss_of(self.network, tuple(batch))
+        self.network.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer_of(self.network.layers), optimizer_of(self.network.head)]
+
+
+def several_optimizers(rank: int, world_size: int) -> int:
+    compression = callback()
+    trainer = trainer_of(rank, world_size, 2, compression)
+    result = fit(trainer, TwoOptimizers())
+    assert compression.handle.stats().active
+    assert [optimizer.param_groups[0]["momentum"] for optimizer in trainer.optimizers] == [0.9, 0.9]
+    return result
+
+
+def test_several_optimizers_keep_their_momentum() -> None:
+    assert len(set(ranks.run(2, several_optimizers))) == 1
 
 
 class AnyDevice(DDPStrategy):
