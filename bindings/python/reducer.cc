@@ -256,6 +256,14 @@ std::string describe(const StepStats& s) {
 
 void bind_stats(nb::module_& m) {
   nb::class_<StepStats>(m, "StepStats", "What the last finished step did, on this rank. Bytes, seconds, elements.")
+      .def(
+          "__init__",
+          [](StepStats* self, std::uint64_t step, std::string reason) {
+            new (self) StepStats();
+            self->step = step;
+            self->reason = std::move(reason);
+          },
+          "step"_a, "reason"_a, "Of a step that reduced nothing, and why.")
       .def_ro("step", &StepStats::step)
       .def_ro("dense", &StepStats::dense, "Every unit was dense.")
       .def_ro("active", &StepStats::active, "At least one unit was sent sparsely.")

@@ -293,19 +293,6 @@ def test_a_closure_gives_the_same() -> None:
     ranks.run(2, closures)
 
 
-def uncalled(rank: int, world_size: int) -> None:
-    case = Case()
-    optimizer = case.sgd()
-    thinwire.ddp.HookState(case.options, case.network.named_parameters(), optimizer)
-    models.loss_of(case.network, models.Batches(rank)()).backward()
-    with pytest.warns(UserWarning, match="DDP has not called thinwire's hook"):
-        optimizer.step()
-
-
-def test_a_hook_that_is_never_called_is_noticed() -> None:
-    ranks.run(2, uncalled)
-
-
 def test_no_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(thinwire.Error, match="there is no process group"):

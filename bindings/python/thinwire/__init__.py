@@ -8,7 +8,8 @@ grown. With PyTorch:
     model = DistributedDataParallel(network)
     thinwire.ddp.attach(model, thinwire.redsync(density=0.001), optimizer)
 
-``thinwire`` itself needs neither PyTorch nor NumPy; ``thinwire.ddp`` and ``thinwire.c10d`` need PyTorch 2.1 or newer.
+``thinwire`` itself needs neither PyTorch nor NumPy; ``thinwire.ddp`` and ``thinwire.c10d`` need PyTorch 2.1 or newer,
+``thinwire.lightning`` Lightning as well.
 """
 
 from __future__ import annotations
@@ -76,6 +77,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Loads the parts that need PyTorch when they are asked for."""
-    if name in ("c10d", "ddp"):
+    if name in ("c10d", "ddp", "lightning"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

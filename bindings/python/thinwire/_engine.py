@@ -42,6 +42,7 @@ class Engine:
         parameters: by name, those that DDP reduces.
         optimizer: whose momentum to take over, if any.
         connect: makes the communicator, once everything else has been found sound; the reducer's thread uses it alone.
+        why_unreduced: words for a backward pass after which DDP did not call the hook, given whether it ever has.
         grad_scaler: what scales the loss, if anything.
         check_replicas_every: compares the replicas after every so many steps of the optimizer; 0: never.
 
@@ -55,6 +56,7 @@ class Engine:
         parameters: Mapping[str, Tensor],
         optimizer: Optimizer | None,
         connect: Callable[[], TorchCommunicator],
+        why_unreduced: Callable[[bool], str],
         grad_scaler: Any = None,
         check_replicas_every: int = 0,
     ) -> None:
@@ -75,9 +77,12 @@ class Engine:
 
         self._works: list[Work] = []  # of the current step
         self._last_bucket: int | None = None  # index of the last bucket seen in the step; None: the step is over
-        self._was_called = False
         self._touched: set[int] = set()  # parameters that got a gradient since they were last reduced
         self._backward_began: list[int] = []  # when, in ns; empty before the first gradient
+        self._reduced: set[int] = set()  # parameters that have been in a bucket
+        self._why_unreduced = why_unreduced
+        self._unreduced: str | None = "DDP has not called the hook yet"  # why the last step reduced nothing, if so
+        self._has_warned = False
         self._read_scale: Callable[[], float] = lambda: 1.0
         self._staging = Staging()
         self._norms: deque[tuple[int, float]] = deque(maxlen=8)  # residual over gradient, by step
@@ -106,6 +111,7 @@ class Engine:
         else:
             self._works.append(self.reducer.fail(problem, partial(_settle, future, partial(future.set_result, buffer))))
         self._touched.difference_update(map(id, parameters))
+        self._reduced.update(map(id, parameters))
         if bucket.is_last():
             # DDP words a failed future in its own way. What fails in this backward pass is raised as it is, at its end
             # and before DDP looks. There is no such place outside of a backward pass (Join's shadow steps).
@@ -130,7 +136,7 @@ class Engine:
     def flush(self) -> None:
         """Averages what waits in the residuals into the gradients. See HookState.flush."""
         self._undo_if_skipped()
-        self._last_bucket = None
+        self._last_bucket = self._unreduced = None
         self.reducer.begin_step("flush")
         for group in _groups(self._parameters, _FLUSH_ELEMENTS):
             mean = torch.zeros(sum(p.numel() for _, p in group))
@@ -143,8 +149,8 @@ class Engine:
             self._momentum.expect_flush(True)
 
     def stats(self) -> StepStats:
-        """What the last step did, on this rank."""
-        return self.reducer.stats()
+        """See HookState.stats."""
+        return self.reducer.stats() if self._unreduced is None else StepStats(self.reducer.step, self._unreduced)
 
     def report(self) -> str:
         """See HookState.report."""
@@ -222,7 +228,7 @@ class Engine:
         self.reducer.close()
 
     def _begin_step(self) -> None:
-        self._was_called = True
+        self._unreduced = None
         self._works.clear()
         if self._momentum is not None:
             self._momentum.expect_flush(False)
@@ -270,22 +276,35 @@ class Engine:
     ) -> tuple[Any, Any] | None:
         self._scale.before_optimizer_step(optimizer)
         self._optimizer_began = time.monotonic_ns()
-        has_closure = len(args) > 1 or bool(kwargs)
-        if not self._was_called and not has_closure:
-            self._was_called = True
-            warnings.warn(
-                "the optimizer steps, but DDP has not called thinwire's hook: it reduces by itself, or not at all",
-                stacklevel=4,
-            )
         return None if self._momentum is None else self._momentum.before_step(args, kwargs)
 
     def _after_optimizer_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._trace is not None:
             self._trace.note("optimizer step", "training loop", self._optimizer_began)
+        self._notice_unreduced(optimizer)
         self._optimizer_steps += 1
         if self._check_replicas_every and self._optimizer_steps % self._check_replicas_every == 0:
             self.reducer.stats()  # waits: no job may run meanwhile
             check_replicas(self._parameters, self._communicator)
+
+    def _notice_unreduced(self, optimizer: Optimizer) -> None:
+        """Notices gradients that the optimizer used although DDP has not called the hook for them.
+
+        After the step, since a closure computes them inside of it. Parameters that DDP never reduces do not count once
+        it has reduced others.
+        """
+        left = self._touched & self._reduced if self._reduced else self._touched
+        used = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in left] if left else []
+        if not used:
+            return
+        self._touched.difference_update(used)
+        self._unreduced = (
+            f"the optimizer used gradients of {len(used)} parameters, '{self._names[used[0]]}' among them, for which "
+            f"DDP has not called thinwire's hook: {self._why_unreduced(bool(self._reduced))}"
+        )
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._unreduced, stacklevel=5)
 
     def _mean_velocities(self) -> dict[str, Tensor]:
         local = {name: torch.from_dlpack(u) for name, u in self.reducer.state()["velocity"].items()}

@@ -16,6 +16,8 @@ def describe(stats: StepStats, norms: Sequence[tuple[int, float]], scale: float)
         scale: the loss scale; 1 without a scaler.
     """
     s = stats
+    if s.jobs == 0:
+        return f"step {s.step}: inactive, {s.reason}"
     kind = "sparse" if s.active else "dense"
     lines = [f"step {s.step}: {kind}, {s.reason}" + ("; UNDONE, a gradient was not finite" if s.non_finite else "")]
     saved = f", {s.dense_bytes / s.bytes_sent:.1f} times less than dense f32" if s.active and s.bytes_sent else ""

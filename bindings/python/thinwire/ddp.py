@@ -67,6 +67,7 @@ class HookState:
     _timeout: _Timeout
     _communicator: TorchCommunicator | None  # kept over detach and attach
     _engine: Engine | None  # while attached
+    _model: "weakref.ref[DistributedDataParallel] | None"  # if known
     _process: int  # the one that the engine's thread lives in
 
     def __init__(
@@ -105,6 +106,7 @@ class HookState:
             self._parameters,
             _unwrap(optimizer),
             lambda: self._connect(timeout),
+            self._why_unreduced,
             grad_scaler,
             check_replicas_every,
         )
@@ -137,7 +139,7 @@ class HookState:
         self._attached().flush()
 
     def stats(self) -> StepStats:
-        """What the last step did, on this rank."""
+        """What the last step did, on this rank. Not active, with the reason, if DDP did not call the hook in it."""
         return self._attached().stats()
 
     def report(self) -> str:
@@ -211,6 +213,24 @@ class HookState:
             return allreduce_hook(self._process_group, bucket)
         return self._engine.reduce(bucket)
 
+    def _why_unreduced(self, was_called: bool) -> str:
+        """Why DDP has not called the hook after a backward pass; was_called: whether it ever has."""
+        model = self._model() if self._model is not None else None
+        if model is None:
+            if not was_called:
+                return (
+                    "no model has registered it (Lightning's DDPStrategy does so on CUDA devices only: use "
+                    "thinwire.lightning), or the forward pass did not go through the DistributedDataParallel"
+                )
+            return (
+                "the backward pass ran under no_sync(), or its forward pass did not go through DistributedDataParallel"
+            )
+        if getattr(model, "static_graph", False):
+            return "DDP with static_graph=True stops reducing once no_sync() was used: leave one of the two out"
+        if not getattr(model, "require_forward_param_sync", True):
+            return "the last forward pass ran under no_sync(), and no pass without it came before the optimizer's step"
+        return f"the forward pass did not go through the DistributedDataParallel around {type(model.module).__name__}"
+
     def _attached(self) -> Engine:
         if self._engine is None:
             raise Error(ErrorCode.invalid_argument, "thinwire is not attached to this model: attach() first")
@@ -218,7 +238,7 @@ class HookState:
 
     def _clear(self) -> None:
         self._parameters = {}
-        self._process_group = self._timeout = self._communicator = self._engine = None
+        self._process_group = self._timeout = self._communicator = self._engine = self._model = None
         self._process = os.getpid()
 
     # DDP models are copied and pickled with the states of their hooks. Threads and process groups do not travel.
@@ -301,6 +321,7 @@ def attach(
     except RuntimeError as error:  # a hook that DDP does not list
         handle.detach()
         raise taken from error
+    handle._model = weakref.ref(inner)
     _handles[inner] = handle
     return handle
 
