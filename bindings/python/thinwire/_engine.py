@@ -15,7 +15,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ._errors import Error, ErrorCode
-from ._layout import shaped
+from ._layout import flatten, shaped
 from ._momentum import Momentum
 from ._thinwire import Reducer, ReducerOptions, StepStats, Work
 from .c10d import TorchCommunicator
@@ -75,8 +75,12 @@ class Engine:
         self._last_bucket = None if bucket.is_last() else index
 
         future: Future[Tensor] = Future()
-        done = partial(_settle, future, buffer)
         problem = self._problem(index, buffer, parameters)
+        done = partial(_settle, future, buffer)
+        if problem is None and buffer.is_sparse:  # alone in its bucket
+            flat = flatten(buffer, parameters[0])
+            done = partial(_settle_sparse, future, flat, parameters[0], buffer)
+            buffer = flat
         if problem is None:
             slices = [(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters]
             self._works.append(self.reducer.reduce(slices, buffer, done))
@@ -185,11 +189,6 @@ class Engine:
         if unknown:
             return f"a parameter of shape {tuple(unknown[0].shape)} in bucket {index} is not among the named parameters"
         name = self._names[id(parameters[0])]
-        if buffer.layout != torch.strided:
-            return (
-                f"the gradient of parameter '{name}' is sparse (COO), thinwire reduces dense ones: "
-                "make the embedding with sparse=False"
-            )
         if buffer.dtype not in _DTYPES:
             return f"the gradient of parameter '{name}' is {_dtype(buffer)}, expected float32, float16 or bfloat16"
         if buffer.device.type != "cpu":
@@ -246,6 +245,14 @@ def _settle(future: Future[Tensor], buffer: Tensor, error: Error | None) -> None
         future.set_exception(error)
 
 
+def _settle_sparse(future: Future[Tensor], mean: Tensor, parameter: Tensor, like: Tensor, error: Error | None) -> None:
+    """The mean [numel], f32 in bucket order, as a sparse_coo tensor of the rows that are not zero."""
+    if error is None:
+        future.set_result(shaped(mean, parameter).to(like.dtype).to_sparse(like.sparse_dim()))
+    else:
+        future.set_exception(error)
+
+
 def _value(future: Future[Tensor]) -> Tensor:
     return future.value()
 
@@ -270,7 +277,9 @@ def _groups(tensors: Mapping[str, Tensor], limit: int) -> list[list[tuple[str, T
 
 
 def _write_gradient(parameter: Tensor, mean: Tensor) -> None:
-    if parameter.grad is not None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = mean.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
+    elif parameter.grad is not None:
         parameter.grad.copy_(mean)
     elif mean.any():  # a parameter that was never used stays without a gradient
         parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(mean)
