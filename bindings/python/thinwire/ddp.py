@@ -55,9 +55,9 @@ class HookState:
 
     Raises:
         Error: invalid_argument for options out of range, a parameter of another type than float32, float16 and bfloat16
-            (by name), momentum both in the options and in the optimizer, an optimizer with dampening or with a scheduler
-            that cycles its momentum, no process group; unsupported for a parameter that is not in host memory or a
-            backend that does not reach it.
+            (by name), momentum both in the options and in the optimizer, dampening, a scheduler that cycles momentum,
+            no process group; unsupported for a parameter that is not in host memory or a backend that does not reach
+            it.
     """
 
     _parameters: dict[str, torch.Tensor]
@@ -284,7 +284,7 @@ def _close_all() -> None:
 def _with_dense_tables(
     options: ReducerOptions, module: nn.Module, parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> ReducerOptions:
-    """A copy of the options with a rule for each embedding with sparse gradients; rules of the caller's come after it."""
+    """The options with a rule for each embedding with sparse gradients, before the caller's own, which win."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
     rules = [ParameterRule(escape(name), dense=True) for name, p in named(parameters).items() if id(p) in tables]
     if not rules or not isinstance(options, ReducerOptions):  # which HookState refuses
