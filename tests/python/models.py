@@ -107,5 +107,5 @@ def checksum(tensors: list[Tensor]) -> int:
     """Of all bits."""
     value = 0
     for tensor in tensors:
-        value = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), value)
+        value = zlib.crc32(tensor.detach().flatten().view(torch.uint8).numpy().tobytes(), value)
     return value

@@ -76,6 +76,13 @@ def observe(world_size: int, function: Callable[..., Any], *args: Any, limit: fl
         return outcomes
 
 
+def same_everywhere(value: object) -> bool:
+    """Whether every rank of the default group gives an equal value."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(other == value for other in values)
+
+
 def as_threads(communicators: list[Any], function: Callable[[Any], Any]) -> list[Any]:
     """function(communicator) on a thread per rank, without PyTorch's part; their values, or the first exception."""
     results: list[Any] = [None] * len(communicators)

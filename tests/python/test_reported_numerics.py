@@ -258,7 +258,7 @@ def test_residuals_are_gradients_whatever_the_learning_rate() -> None:
 
 def peak(rank: int, world_size: int) -> tuple[float, float]:
     """MiB of the gradient, and MiB by which the peak of three compressed steps lies above that of plain ones."""
-    n = 4 << 20
+    n = 9 << 20  # above 32 MiB, what malloc was given back leaves the process
     model = DistributedDataParallel(models.GivenGradients((n,)), gradient_as_bucket_view=True)
     gradient = torch.randn(n)
 
@@ -280,7 +280,7 @@ def peak(rank: int, world_size: int) -> tuple[float, float]:
 def test_compression_takes_the_memory_of_one_residual() -> None:
     """pytorch#45968: decompression doubled the peak of memory."""
     for gradient, more in ranks.run(2, peak):
-        assert gradient <= more <= 1.5 * gradient
+        assert 0.9 * gradient <= more <= 1.5 * gradient
 
 
 def test_a_residual_belongs_to_one_rank() -> None:
