@@ -13,7 +13,10 @@ import thinwire.ddp
 
 
 def unused(rank: int, world_size: int) -> None:
-    """A parameter that no rank uses in a step keeps residual, velocity and value; one that some rank uses does not."""
+    """A parameter that no rank uses in a step keeps residual, velocity and value; one that some rank uses does not.
+
+    pytorch#28294, #28883: DDP drops the mean of a parameter that no rank used, and with it what residuals gave for it.
+    """
     model = DistributedDataParallel(models.Branches(), find_unused_parameters=True, bucket_cap_mb=8 * models.KB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     handle = thinwire.ddp.attach(model, models.METHODS["redsync"](), optimizer)

@@ -203,6 +203,34 @@ def test_small_tensors_are_left_alone() -> None:
         assert all(r.residual["large"].any() for r in results)
 
 
+def test_a_schedule_goes_on_where_it_was_after_a_restart() -> None:
+    """grace#15: DGC's warm-up was missing."""
+    n, steps = 1000, 9
+    options = models.sparse(thinwire.top_k(0.001))
+    options.schedule = thinwire.Schedule(dense_steps=2, ramp_steps=6, ramp_stages=3)
+    expected = [1.0] * 2 + [0.178] * 2 + [0.032] * 2 + [0.006] * 2 + [0.001]  # 0.001^(1/4), ^(2/4), ^(3/4)
+    gradients = normal(2, steps, {"w": n})
+    whole = on_threads(options, gradients)
+    assert [stats.density for stats in whole[0].stats] == expected
+
+    def restarted(communicator: thinwire.Communicator) -> None:
+        mine = gradients[communicator.rank()]
+        state = None
+        for step in range(steps):
+            reducer = thinwire.Reducer(options, [("w", n)], communicator)
+            if state:
+                reducer.load(state["step"], state["residual"], state["velocity"], state["selection"])
+            reducer.begin_step()
+            mean = mine[step]["w"].clone()
+            reducer.reduce([("w", n, True)], mean).wait()
+            assert reducer.stats().density == expected[step]
+            assert torch.equal(mean, whole[communicator.rank()].means[step]["w"])
+            state = reducer.state()
+            reducer.close()
+
+    ranks.as_threads(thinwire.make_thread_communicators(2), restarted)
+
+
 def zero_steps(rank: int, world_size: int, preset: str) -> None:
     """Steps without anything to say: nothing waits, then something waits, then all of it has been sent."""
     model = DistributedDataParallel(models.GivenGradients((20, 20), (7,)))

@@ -45,7 +45,8 @@ class HookState:
     same point of the program, with the same options.
 
     Args:
-        options: how to reduce.
+        options: how to reduce. A parameter with sparse (COO) gradients is no exception, unless a rule says so; `attach`
+            adds such rules.
         named_parameters: names and parameters of the model, as ``model.named_parameters()`` gives them. Residuals
             belong to names: ``module.`` and ``_orig_mod.`` are stripped, and a tied parameter counts once.
         optimizer: whose momentum is taken over if it is SGD. None: the caller sees to it that no optimizer applies
@@ -208,7 +209,8 @@ Handle = HookState
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: ``model.register_comm_hook(state, thinwire.ddp.hook)``.
 
-    The future holds the bucket's own buffer with the mean over the ranks in it.
+    The future holds the bucket's own buffer with the mean over the ranks in it; for a sparse (COO) gradient, a new sparse
+    tensor.
     """
     return state._reduce(bucket)
 
@@ -222,6 +224,11 @@ def attach(
 ) -> Handle:
     """Makes a DDP model reduce its gradients by thinwire. Every rank calls it at the same point, between steps.
 
+    Embeddings with ``sparse=True`` are always dense, unless a rule in `options` says otherwise: the whole table travels
+    in every step, as f32, and takes as much memory in its reduction. The optimizer gets the mean as a sparse_coo tensor
+    of those rows in which it is not zero; a row that was looked up but has the mean zero is not among them, which
+    SparseAdam notices. Where that is too much, ``sparse=False`` makes the table a parameter like any other.
+
     Args:
         model: a DistributedDataParallel, or torch.compile's wrapper around one.
         options: how to reduce, for example ``thinwire.redsync(density=0.001)``.
@@ -233,11 +240,6 @@ def attach(
 
     Raises:
         Error: as HookState; invalid_argument for a model that is not DDP or that has a communication hook already.
-
-    Embeddings with ``sparse=True`` are always dense, unless a rule in `options` says otherwise: the whole table travels
-    in every step, as f32, and takes as much memory in its reduction. The optimizer gets the mean as a sparse_coo tensor
-    of those rows in which it is not zero; a row that was looked up but has the mean zero is not among them, which
-    SparseAdam notices. Where that is too much, ``sparse=False`` makes the table a parameter like any other.
     """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, DistributedDataParallel):
