@@ -209,8 +209,7 @@ Handle = HookState
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: ``model.register_comm_hook(state, thinwire.ddp.hook)``.
 
-    The future holds the bucket's own buffer with the mean over the ranks in it; for a sparse (COO) gradient, a new sparse
-    tensor.
+    The future holds the bucket's own buffer with the mean over the ranks in it, or a new tensor if it is sparse (COO).
     """
     return state._reduce(bucket)
 
