@@ -1,6 +1,7 @@
 """Small models and made-up data. Every tensor of 256 elements or more is compressed by `sparse`."""
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,19 @@ class Branches(nn.Module):
         return self.head(self.branches[branch](self.trunk(x).relu()).relu())
 
 
+class GivenGradients(nn.Module):
+    """Parameters w0, w1, … of the given shapes, used in this order. The gradient of each is what a call gives."""
+
+    def __init__(self, *shapes: tuple[int, ...], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
+        super().__init__()
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.zeros(shape, dtype=dtypes[i % len(dtypes)])))
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        products = [(p * g).sum().float() for p, g in zip(self.parameters(), gradients, strict=True)]
+        return torch.stack(products).sum()
+
+
 class Batches:
     """An endless regression task: y = sin of a fixed linear form of x, other x for every rank."""
 
@@ -93,5 +107,5 @@ def checksum(tensors: list[Tensor]) -> int:
     """Of all bits."""
     value = 0
     for tensor in tensors:
-        value = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), value)
+        value = zlib.crc32(tensor.detach().flatten().view(torch.uint8).numpy().tobytes(), value)
     return value

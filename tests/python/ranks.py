@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -73,6 +74,35 @@ def observe(world_size: int, function: Callable[..., Any], *args: Any, limit: fl
             if result.exists():
                 outcome.value, outcome.error, outcome.trace = pickle.loads(result.read_bytes())
         return outcomes
+
+
+def same_everywhere(value: object) -> bool:
+    """Whether every rank of the default group gives an equal value."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(other == value for other in values)
+
+
+def as_threads(communicators: list[Any], function: Callable[[Any], Any]) -> list[Any]:
+    """function(communicator) on a thread per rank, without PyTorch's part; their values, or the first exception."""
+    results: list[Any] = [None] * len(communicators)
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(communicators[rank])
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(communicators))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 def _fork(folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> int:

@@ -48,11 +48,6 @@ def complex_parameter(case: Case):
     return (case.model, case.options), r"parameter 'head.weight' is complex64"
 
 
-def sparse_embedding(case: Case):
-    case.network.table = nn.Embedding(10, 4, sparse=True)
-    return (case.model, case.options), r"parameter 'table.weight' has sparse \(COO\) gradients.*sparse=False"
-
-
 def second_hook(case: Case):
     model = case.model
     model.register_comm_hook(None, allreduce_hook)
@@ -91,6 +86,26 @@ def dampening(case: Case):
     return (case.model, case.options, case.sgd(momentum=0.9, dampening=0.1)), r"group 0 .* dampening 0.1"
 
 
+def one_cycle(case: Case):
+    optimizer = case.sgd(momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    return (
+        case.model,
+        case.options,
+        optimizer,
+    ), r"a scheduler cycles the momentum of parameter group 0.*cycle_momentum"
+
+
+def cyclic(case: Case):
+    optimizer = case.sgd(momentum=0.9)
+    torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1)
+    return (
+        case.model,
+        case.options,
+        optimizer,
+    ), r"a scheduler cycles the momentum of parameter group 0.*cycle_momentum"
+
+
 def density(case: Case):
     case.options.momentum = 1.5
     return (case.model, case.options), r"momentum is 1.5.*not in \[0, 1\)"
@@ -110,13 +125,14 @@ CASES = [
     not_options,
     double_parameter,
     complex_parameter,
-    sparse_embedding,
     second_hook,
     two_momenta,
     momentum_in_a_rule,
     momentum_and_adam,
     decay_beside_momentum,
     dampening,
+    one_cycle,
+    cyclic,
     density,
     no_error_feedback_with_momentum,
     negative_timeout,
@@ -146,28 +162,6 @@ def test_attach_refuses() -> None:
     ranks.run(2, refusals)
 
 
-def sparse_in_the_hook(rank: int, world_size: int) -> str:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, 4, sparse=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.table(x)
-
-    model = DistributedDataParallel(Table())
-    state = thinwire.ddp.HookState(models.METHODS["top_k"](), model.named_parameters(), timeout=5)
-    model.register_comm_hook(state, thinwire.ddp.hook)
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.tensor([1, 2])).sum().backward()
-    return str(caught.value)
-
-
-def test_a_sparse_gradient_is_refused_by_the_hook() -> None:
-    for sentence in ranks.run(2, sparse_in_the_hook):
-        assert "the gradient of parameter 'table.weight' is sparse (COO)" in sentence
-
-
 def momentum_comes_back(rank: int, world_size: int) -> list[str]:
     sentences = []
 
@@ -176,7 +170,7 @@ def momentum_comes_back(rank: int, world_size: int) -> list[str]:
         models.loss_of(model, models.Batches(rank)()).backward()
         optimizer.step()
 
-    for mistake in ("cycle", "set", "load", "decay", "from nothing"):
+    for mistake in ("one cycle", "cyclic", "set", "load", "decay", "from nothing"):
         case = Case()
         model = case.model
         optimizer = case.sgd(**({} if mistake == "from nothing" else {"momentum": 0.9, "weight_decay": 0.01}))
@@ -185,8 +179,10 @@ def momentum_comes_back(rank: int, world_size: int) -> list[str]:
         step(model, optimizer)
         optimizer.param_groups[0]["lr"] = 0.001  # may change freely
         step(model, optimizer)
-        if mistake == "cycle":
+        if mistake == "one cycle":
             torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+        elif mistake == "cyclic":
+            torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1)
         elif mistake == "load":
             optimizer.load_state_dict(saved)
         elif mistake == "decay":
@@ -200,10 +196,37 @@ def momentum_comes_back(rank: int, world_size: int) -> list[str]:
 
 
 def test_an_optimizer_that_keeps_its_own_momentum_again() -> None:
-    cycle, put, load, decay, nothing = ranks.run(2, momentum_comes_back)[0]
-    for sentence in (cycle, put, load, nothing):
+    *others, decay, nothing = ranks.run(2, momentum_comes_back)[0]
+    for sentence in (*others, nothing):
         assert "an optimizer that keeps its own momentum would apply it twice" in sentence
     assert "group 0 of the optimizer has weight_decay 0.1" in decay
+
+
+def schedulers_of_rates(rank: int, world_size: int) -> None:
+    """Cycles of the learning rate alone, and those of Adam's betas, which stay with the optimizer."""
+    schedulers = torch.optim.lr_scheduler
+    for kind in ("one cycle", "cyclic", "adam"):
+        case = Case()
+        model, optimizer = case.model, case.sgd(momentum=0.9)
+        if kind == "one cycle":
+            scheduler = schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
+        elif kind == "cyclic":
+            scheduler = schedulers.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, cycle_momentum=False)
+        else:
+            optimizer = torch.optim.Adam(case.network.parameters())
+            scheduler = schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+        thinwire.ddp.attach(model, case.options, optimizer)
+        rates = set()
+        for _ in range(4):
+            models.loss_of(model, models.Batches(rank)()).backward()
+            optimizer.step()
+            scheduler.step()
+            rates.add(optimizer.param_groups[0]["lr"])
+        assert len(rates) == 4
+
+
+def test_schedulers_that_leave_momentum_alone() -> None:
+    ranks.run(2, schedulers_of_rates)
 
 
 def fine(rank: int, world_size: int) -> None:

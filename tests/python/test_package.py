@@ -4,13 +4,13 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import as_threads
 
 import thinwire
 from thinwire import (
@@ -179,28 +179,6 @@ def test_errors_can_be_sent_to_other_processes() -> None:
     error = pickle.loads(pickle.dumps(thinwire.Error("corrupt_payload", "a byte", 17)))
     assert (error.code, str(error), error.position) == ("corrupt_payload", "a byte", 17)
     assert isinstance(error, RuntimeError)
-
-
-def as_threads(communicators: list, rank_function) -> list:
-    """rank_function(communicator) on a thread per rank; their values, or the first exception."""
-    results: list = [None] * len(communicators)
-
-    def body(rank: int) -> None:
-        try:
-            results[rank] = rank_function(communicators[rank])
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(communicators))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize(

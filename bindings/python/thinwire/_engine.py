@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ._errors import Error, ErrorCode
-from ._layout import shaped
+from ._layout import flatten, shaped
 from ._loss_scale import LossScale
 from ._momentum import Momentum
 from ._replicas import check_replicas
@@ -107,7 +107,7 @@ class Engine:
         problem = self._problem(index, buffer, parameters)
         if problem is None:
             slices = [(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters]
-            self._works.append(self._submit(index, slices, buffer, future))
+            self._works.append(self._submit(bucket, slices, future))
         else:
             self._works.append(self.reducer.fail(problem, partial(_settle, future, partial(future.set_result, buffer))))
         self._touched.difference_update(map(id, parameters))
@@ -119,12 +119,17 @@ class Engine:
                 torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
         return future.then(_value)
 
-    def _submit(self, index: int, slices: list[tuple[str, int, bool]], buffer: Tensor, future: Future[Tensor]) -> Work:
-        read_scale = self._read_scale
+    def _submit(self, bucket: dist.GradBucket, slices: list[tuple[str, int, bool]], future: Future[Tensor]) -> Work:
+        buffer, read_scale = bucket.buffer(), self._read_scale
+        if buffer.is_sparse:  # alone in its bucket
+            parameter = bucket.parameters()[0]
+            flat = flatten(buffer, parameter)
+            done = partial(_settle, future, lambda: future.set_result(_sparse(flat, parameter, buffer)))
+            return self.reducer.reduce(slices, flat, done, read_scale())
         if not needs_staging(buffer):
             done = partial(_settle, future, partial(future.set_result, buffer))
             return self.reducer.reduce(slices, buffer, done, read_scale())
-        host, wait = self._staging.to_host(index, buffer)
+        host, wait = self._staging.to_host(bucket.index(), buffer)
 
         def prepare() -> float:
             wait()
@@ -262,11 +267,6 @@ class Engine:
         if unknown:
             return f"a parameter of shape {tuple(unknown[0].shape)} in bucket {index} is not among the named parameters"
         name = self._names[id(parameters[0])]
-        if buffer.layout != torch.strided:
-            return (
-                f"the gradient of parameter '{name}' is sparse (COO), thinwire reduces dense ones: "
-                "make the embedding with sparse=False"
-            )
         if buffer.dtype not in _DTYPES:
             return f"the gradient of parameter '{name}' is {_dtype(buffer)}, expected float32, float16 or bfloat16"
         return None
@@ -342,6 +342,11 @@ def _settle(future: Future[Tensor], succeed: Callable[[], None], error: Error | 
         future.set_exception(error)
 
 
+def _sparse(mean: Tensor, parameter: Tensor, like: Tensor) -> Tensor:
+    """The mean [numel], f32 in bucket order, as a sparse_coo tensor of the rows that are not zero."""
+    return shaped(mean, parameter).to(like.device, like.dtype).to_sparse(like.sparse_dim())
+
+
 def _value(future: Future[Tensor]) -> Tensor:
     return future.value()
 
@@ -366,7 +371,9 @@ def _groups(tensors: Mapping[str, Tensor], limit: int) -> list[list[tuple[str, T
 
 
 def _write_gradient(parameter: Tensor, mean: Tensor) -> None:
-    if parameter.grad is not None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = mean.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
+    elif parameter.grad is not None:
         parameter.grad.copy_(mean)
     elif mean.any():  # a parameter that was never used stays without a gradient
         parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(mean)

@@ -28,7 +28,7 @@ def shaped(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def flatten(values: Tensor, like: Tensor) -> Tensor:
-    """A new f32 tensor [numel] with `values`, which have the shape of `like`, in bucket order."""
-    flat = torch.empty(like.numel(), dtype=torch.float32)
-    shaped(flat, like).copy_(values.detach())
+    """A new f32 tensor [numel] with `values`, which have the shape of `like` and may be sparse_coo, in bucket order."""
+    flat = torch.zeros(like.numel(), dtype=torch.float32)
+    shaped(flat, like).add_(values.detach().to("cpu", torch.float32))
     return flat

@@ -46,7 +46,7 @@ class Momentum:
         options: the caller's; momentum may be given there or in the optimizer, not in both.
 
     Raises:
-        Error: invalid_argument for momentum in both places, or a dampening that is not 0.
+        Error: invalid_argument for momentum in both places, a scheduler that cycles it, or a dampening that is not 0.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], options: ReducerOptions) -> None:
@@ -67,6 +67,12 @@ class Momentum:
         if own["momentum"] == 0 and _TAKEN["momentum"] in group:
             own = {key: group[noted] for key, noted in _TAKEN.items()}
         members = [(self._names[id(p)], p) for p in group["params"] if id(p) in self._names]
+        if members and group.get("base_momentum") != group.get("max_momentum"):  # left there by OneCycleLR, CyclicLR
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"a scheduler cycles the momentum of parameter group {index} of the optimizer, which thinwire takes "
+                "over as it is: make the scheduler with cycle_momentum=False",
+            )
         if own["momentum"] == 0 or not members:
             return
         if group["dampening"] != 0:
@@ -90,7 +96,7 @@ class Momentum:
     def extend(self, options: ReducerOptions) -> ReducerOptions:
         """A copy of the options with what was taken over."""
         rules = [
-            ParameterRule(_escape(name), momentum=group.momentum, nesterov=group.nesterov)
+            ParameterRule(escape(name), momentum=group.momentum, nesterov=group.nesterov)
             for group in self._groups
             for name, _ in group.members
         ]
@@ -245,7 +251,7 @@ def _sign(group: dict[str, Any]) -> float:
     return -1.0 if group.get("maximize") else 1.0
 
 
-def _escape(name: str) -> str:
+def escape(name: str) -> str:
     """A pattern that matches this name only."""
     return "".join("\\" + c if c in "*?\\" else c for c in name)
 

@@ -13,6 +13,7 @@ optimizer and may change at any time. Other optimizers, Adam among them, keep al
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
 
 import atexit
+import copy
 import os
 import weakref
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,8 @@ from torch.optim import Optimizer
 
 from ._engine import Engine, named
 from ._errors import Error, ErrorCode
-from ._thinwire import ReducerOptions, StepStats
+from ._momentum import escape
+from ._thinwire import ParameterRule, ReducerOptions, StepStats
 from ._trace import Trace
 from .c10d import TorchCommunicator
 
@@ -44,7 +46,8 @@ class HookState:
     same point of the program, with the same options.
 
     Args:
-        options: how to reduce.
+        options: how to reduce. A parameter with sparse (COO) gradients is no exception, unless a rule says so; `attach`
+            adds such rules.
         named_parameters: names and parameters of the model, as ``model.named_parameters()`` gives them. Residuals
             belong to names: ``module.`` and ``_orig_mod.`` are stripped, and a tied parameter counts once.
         optimizer: whose momentum is taken over if it is SGD. None: the caller sees to it that no optimizer applies
@@ -58,8 +61,9 @@ class HookState:
 
     Raises:
         Error: invalid_argument for options out of range, a parameter of another type than float32, float16 and bfloat16
-            (by name), momentum both in the options and in the optimizer, an optimizer with dampening, a scaler whose
-            factors are no powers of two, no process group; unsupported for a backend that does not reach host memory.
+            (by name), momentum both in the options and in the optimizer, dampening, a scheduler that cycles momentum, a
+            scaler whose factors are no powers of two, no process group; unsupported for a backend that does not reach
+            host memory.
     """
 
     _parameters: dict[str, torch.Tensor]
@@ -255,7 +259,7 @@ Handle = HookState
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: ``model.register_comm_hook(state, thinwire.ddp.hook)``.
 
-    The future holds the bucket's own buffer with the mean over the ranks in it.
+    The future holds the bucket's own buffer with the mean over the ranks in it, or a new tensor if it is sparse (COO).
     """
     return state._reduce(bucket)
 
@@ -271,6 +275,11 @@ def attach(
 ) -> Handle:
     """Makes a DDP model reduce its gradients by thinwire. Every rank calls it at the same point, between steps.
 
+    Embeddings with ``sparse=True`` are always dense, unless a rule in `options` says otherwise: the whole table travels
+    in every step, as f32, and takes as much memory in its reduction. The optimizer gets the mean as a sparse_coo tensor
+    of those rows in which it is not zero; a row that was looked up but has the mean zero is not among them, which
+    SparseAdam notices. Where that is too much, ``sparse=False`` makes the table a parameter like any other.
+
     Args:
         model: a DistributedDataParallel, or torch.compile's wrapper around one.
         options: how to reduce, for example ``thinwire.redsync(density=0.001)``.
@@ -282,8 +291,7 @@ def attach(
         model keeps it. After ``handle.detach()`` the model may be attached again, and gives the same handle.
 
     Raises:
-        Error: as HookState; invalid_argument for a model that is not DDP or that has a communication hook already, and
-            for embeddings with sparse gradients.
+        Error: as HookState; invalid_argument for a model that is not DDP or that has a communication hook already.
     """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, DistributedDataParallel):
@@ -291,7 +299,9 @@ def attach(
             ErrorCode.invalid_argument,
             f"the model is a {type(model).__name__}, expected a DistributedDataParallel: wrap it before attach()",
         )
-    _refuse_sparse_gradients(inner.module)
+    ignored = getattr(inner, "parameters_to_ignore", ())
+    parameters = [(name, p) for name, p in inner.module.named_parameters() if name not in ignored]
+    options = _with_dense_tables(options, inner.module, parameters)
     known = _handles.get(inner)
     if known is not None:
         if process_group not in (None, known._process_group):
@@ -305,8 +315,6 @@ def attach(
     )
     if getattr(inner, "_comm_hooks", None):
         raise taken
-    ignored = getattr(inner, "parameters_to_ignore", ())
-    parameters = ((name, p) for name, p in inner.module.named_parameters() if name not in ignored)
     handle = HookState(
         options,
         parameters,
@@ -336,15 +344,17 @@ def _close_all() -> None:
         state.close()
 
 
-def _refuse_sparse_gradients(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-            path = f"{name}.weight" if name else "weight"
-            raise Error(
-                ErrorCode.invalid_argument,
-                f"parameter '{path}' has sparse (COO) gradients, thinwire reduces dense ones: make the embedding with "
-                "sparse=False",
-            )
+def _with_dense_tables(
+    options: ReducerOptions, module: nn.Module, parameters: Iterable[tuple[str, torch.Tensor]]
+) -> ReducerOptions:
+    """The options with a rule for each embedding with sparse gradients, before the caller's own, which win."""
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    rules = [ParameterRule(escape(name), dense=True) for name, p in named(parameters).items() if id(p) in tables]
+    if not rules or not isinstance(options, ReducerOptions):  # which HookState refuses
+        return options
+    extended = copy.copy(options)
+    extended.rules = [*rules, *options.rules]
+    return extended
 
 
 def _unwrap(optimizer: Optimizer | None) -> Optimizer | None:
