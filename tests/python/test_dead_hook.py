@@ -20,11 +20,11 @@ import thinwire.ddp
 class Training:
     """A model under DDP with thinwire attached, and its optimizer."""
 
-    def __init__(self, rank: int, **arguments: bool) -> None:
+    def __init__(self, rank: int, scaler: torch.amp.GradScaler | None = None, **arguments: bool) -> None:
         self.network = models.Mlp()
         self.model = DistributedDataParallel(self.network, **arguments)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.02, momentum=0.9)
-        self.handle = thinwire.ddp.attach(self.model, models.METHODS["top_k"](), self.optimizer)
+        self.handle = thinwire.ddp.attach(self.model, models.METHODS["top_k"](), self.optimizer, grad_scaler=scaler)
         self.batches = models.Batches(rank)
 
     def backward(self, model: nn.Module | None = None) -> torch.Tensor:
@@ -172,8 +172,8 @@ def other_parameters(rank: int) -> None:
 
 
 def skipped_by_a_scaler(rank: int) -> None:
-    training = Training(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    training = Training(rank, scaler)
     for step in range(4):
         training.optimizer.zero_grad()
         loss = models.loss_of(training.model, training.batches())
