@@ -61,7 +61,7 @@ def overflow(rank: int, world_size: int) -> None:
         grads = torch.cat([p.grad.flatten() for p in model.parameters()])
         assert bool(grads.isfinite().all()) == (step != 5)
         assert handle.stats().non_finite == (step == 5)
-        assert all(v.isfinite().all() for v in handle.state_dict()["residual"].values())
+        assert all(v.isfinite().all() for v in models.state_of(handle)["residual"].values())
 
 
 def test_overflow_on_one_rank() -> None:

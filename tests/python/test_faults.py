@@ -39,7 +39,7 @@ def train(rank: int, world_size: int, method: str, fault: str) -> dict:
     for step in range(FAULT_STEP + 20):
         if step == FAULT_STEP and rank == FAULTY_RANK:
             _fail(fault)
-        before = handle.state_dict()["residual"] if method == "top_k" else {}
+        before = models.state_of(handle)["residual"] if method == "top_k" else {}
         begin = time.monotonic()
         try:
             model.zero_grad()
@@ -48,7 +48,7 @@ def train(rank: int, world_size: int, method: str, fault: str) -> dict:
             seconds = time.monotonic() - begin
             with pytest.raises(thinwire.Error) as again:
                 handle._engine.reducer.begin_step()
-            after = handle.state_dict()["residual"]
+            after = models.state_of(handle)["residual"]
             return {
                 "code": error.code.value,
                 "sentence": str(error),
