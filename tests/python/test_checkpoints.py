@@ -94,17 +94,20 @@ class Run:
             self.batches()
         self.step = saved["step"]
 
-    def train(self, until: int) -> float:
-        loss = torch.zeros(())
-        for self.step in range(self.step + 1, until + 1):
+    def train(self, until: int) -> None:
+        while self.step < until:
+            self.step += 1
             self.optimizer.zero_grad()
             for passes in range(self.case.passes, 0, -1):
                 branch = (self.step % 3,) if isinstance(self.network, models.Branches) else ()
                 with self.model.no_sync() if passes > 1 else nullcontext():
-                    loss = models.loss_of(self.model, self.batches(), *branch)
-                    loss.backward()
+                    models.loss_of(self.model, self.batches(), *branch).backward()
             self.optimizer.step()
-        return float(loss)
+
+    def loss(self) -> float:
+        """On examples that are not trained on, the same on every rank."""
+        with torch.no_grad():
+            return float(models.loss_of(self.network, models.Batches(99, 256)()))
 
     def save(self, path: Path) -> None:
         state = {
@@ -160,3 +163,246 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(checksums: tuple[list,
     expected, got = ([rank[case] for rank in each] for each in checksums)
     assert got == expected
     assert len(set(got)) == RANKS  # the residuals differ between ranks
+
+
+SGD = Case(with_options("threshold_search"), {})  # with selection memory, momentum and weight decay
+
+
+def flat(state: dict) -> dict[str, Any]:
+    """A rank's state with one entry for each tensor or value."""
+    return {
+        f"{section}.{name}": value
+        for section, content in next(iter(state.values())).items()
+        for name, value in (content.items() if isinstance(content, dict) else [("", content)])
+    }
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key] for key, value in a.items()
+    )
+
+
+def through_dcp(rank: int, world_size: int, folder: Path) -> None:
+    assert issubclass(thinwire.ddp.Handle, Stateful)
+    run = Run(rank, SGD)
+    run.train(SAVED_AT)
+    saved = flat(run.handle.state_dict())
+    sections = ["residual", "velocity", "decay_momentum"]
+    assert saved["sections."] == sections
+    assert all(saved[f"{section}.head.bias"].any() for section in sections[1:])
+    assert saved["selection."]
+    dcp.save({"model": run.network, "thinwire": run.handle}, checkpoint_id=folder / "dcp")
+
+    fresh = Run(rank, SGD)
+    dcp.load({"model": fresh.network, "thinwire": fresh.handle}, checkpoint_id=folder / "dcp")
+    assert same(flat(fresh.handle.state_dict()), saved)
+
+    # What does not pass through the handle goes the same way.
+    fresh = Run(rank, SGD)
+    state = {"thinwire": fresh.handle.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "dcp")
+    fresh.handle.load_state_dict(state["thinwire"])
+    assert same(flat(fresh.handle.state_dict()), saved)
+
+    # As one file, which has the states of all ranks side by side.
+    if rank == 0:
+        dcp_to_torch_save(folder / "dcp", folder / "whole.pt")
+    dist.barrier()
+    whole = torch.load(folder / "whole.pt", weights_only=True)["thinwire"]
+    assert set(whole) == {f"rank_{r}_of_{world_size}" for r in range(world_size)}
+    fresh = Run(rank, SGD)
+    fresh.handle.load_state_dict(whole)
+    assert same(flat(fresh.handle.state_dict()), saved)
+    again = thinwire.ddp.reshard([whole], world_size)
+    assert same(flat(again[rank]), saved)
+    assert len(thinwire.ddp.reshard(whole, world_size + 1)) == world_size + 1
+
+
+def test_distributed_checkpoint_keeps_the_ranks_apart(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ranks.run(2, through_dcp, tmp_path)
+
+
+def before(rank: int, world_size: int, folder: Path) -> None:
+    """Trains, saves, and saves what a flush would have given."""
+    run = Run(rank, SGD)
+    run.train(SAVED_AT)
+    run.save(file_of(folder, rank))
+    run.handle.flush()
+    if rank == 0:
+        torch.save({name: p.grad for name, p in run.network.named_parameters()}, folder / "flush")
+
+
+def after(rank: int, world_size: int, folder: Path, conserve: str) -> tuple[int, float, float]:
+    """Goes on with another number of ranks; checksum of the parameters, and the loss before and after 20 steps."""
+    old = [torch.load(file_of(folder, r), weights_only=True) for r in range(RANKS)]
+    states = thinwire.ddp.reshard((o["thinwire"] for o in reversed(old)), world_size, conserve)
+    scale = world_size / RANKS if conserve == "mean" else 1.0
+    olds, news = [flat(o["thinwire"]) for o in old], [flat(s) for s in states]
+    for key, value in olds[0].items():
+        if key.startswith(("residual.", "velocity.")):
+            total = sum(o[key].double() for o in olds)
+            shared = sum(n[key].double() for n in news)
+            largest = max(float(o[key].abs().max()) for o in olds)
+            assert float((shared - total * scale).abs().max()) <= 1e-6 * largest, key
+            if world_size == RANKS or (conserve == "sum" and world_size > RANKS):
+                assert all(torch.equal(n[key], o[key]) for n, o in zip(news, olds, strict=False)), key
+        elif isinstance(value, torch.Tensor):
+            assert all(torch.equal(n[key], value) for n in news), key  # replicated
+        elif key == "selection.":
+            assert value
+            assert [n[key] for n in news] == [olds[r % RANKS][key] for r in range(world_size)]
+        else:
+            assert all(n[key] == value for n in news), key
+
+    run = Run(rank, SGD, {**old[0], "thinwire": states[rank]})
+    assert run.handle.step == SAVED_AT
+    run.handle.flush()
+    for name, mean in torch.load(folder / "flush", weights_only=True).items():
+        expected = mean * (RANKS / world_size if conserve == "sum" else 1)
+        got = run.network.get_parameter(name).grad
+        torch.testing.assert_close(torch.zeros_like(mean) if got is None else got, expected, rtol=1e-5, atol=1e-8)
+    run.handle.load_state_dict(states[rank])
+    first = run.loss()
+    run.train(SAVED_AT + 20)
+    return models.checksum(list(run.network.parameters())), first, run.loss()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reshard")
+    ranks.run(RANKS, before, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("world_size", "conserve"), [(1, "mean"), (2, "mean"), (3, "mean"), (4, "mean"), (2, "sum"), (4, "sum")]
+)
+def test_another_number_of_ranks_loses_nothing(checkpoint: Path, world_size: int, conserve: str) -> None:
+    results = ranks.run(world_size, after, checkpoint, conserve)
+    assert len(set(results)) == 1
+    assert results[0][2] < results[0][1]
+
+
+def refused(call: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(thinwire.Error) as caught:
+        call(*args)
+    assert caught.value.code == "invalid_argument"
+    return str(caught.value)
+
+
+def wrong_sets(rank: int, world_size: int, folder: Path) -> None:
+    zero, one, two = (torch.load(file_of(folder, r), weights_only=True)["thinwire"] for r in range(RANKS))
+    late, small, other = (copy.deepcopy(one) for _ in range(3))
+    late["rank_1_of_3"]["step"] = 20
+    small["rank_1_of_3"]["residual"]["head.bias"] = torch.zeros(2)
+    other["rank_1_of_3"]["velocity"]["who"] = other["rank_1_of_3"]["velocity"].pop("head.bias")
+    four = {"rank_0_of_4": zero["rank_0_of_3"]}
+    for states, word in (
+        ([zero, two], "the state of rank 1 of 3 is missing: take a checkpoint that all ranks have written"),
+        ([zero, one, two, one], "the state of rank 1 of 3 is given twice"),
+        ([zero, one, two, four], "the states are of 3 and of 4 ranks: they are not of one run"),
+        ([zero, late, two], "the state of rank 1 is of step 20, that of rank 0 of step 13"),
+        (
+            [zero, small, two],
+            "the residual of 'head.bias' has 1 elements in the state of rank 0, and 2 in that of rank 1",
+        ),
+        ([zero, other, two], "of the states of ranks 0 and 1, only one has the velocity of 'head.bias'"),
+        ([], "no state is given"),
+        (["state.pt"], "the state is of type str, expected what state_dict() returned"),
+    ):
+        assert refused(thinwire.ddp.reshard, states, 2) == word
+    assert "world_size is 0" in refused(thinwire.ddp.reshard, [zero, one, two], 0)
+    assert "conserve is 'all'" in refused(thinwire.ddp.reshard, [zero, one, two], 2, "all")
+
+
+def test_sets_of_states_that_do_not_fit_are_refused(checkpoint: Path) -> None:
+    ranks.run(1, wrong_sets, checkpoint)
+
+
+def changed(good: dict, section: str, name: str, value: Any) -> dict:
+    """A copy of a rank's state with one value replaced, or taken out if it is None."""
+    state = copy.deepcopy(good)
+    at = next(iter(state.values()))
+    if name:
+        at = at[section]
+    if value is None:
+        del at[name or section]
+    else:
+        at[name or section] = value
+    return state
+
+
+BAD_VALUES = [  # section, name, value: what the sentence must say
+    ("version", "", 99, "version 99, expected 1"),
+    ("step", "", None, "lacks 'step'"),
+    ("step", "", "7", "the step in the state of rank 0 is '7', expected a number of steps"),
+    ("step", "", -1, "is -1, expected a number of steps"),
+    ("residual", "", None, "lacks 'residual'"),
+    ("velocity", "", None, "lacks 'velocity'"),
+    ("decay_momentum", "", None, "lacks 'decay_momentum'"),
+    ("residual", "", "text", "the residual in the state of rank 0 is of type str, expected tensors by name"),
+    ("residual", "head.bias", None, "'head.bias'"),
+    ("residual", "head.bias", "zeros", "the residual of 'head.bias' in the state of rank 0 is of type str"),
+    ("velocity", "head.bias", [0.0], "the velocity of 'head.bias' in the state of rank 0 is of type list"),
+    ("residual", "head.bias", torch.zeros(1, dtype=torch.int64), "is of type int64, expected a float32 tensor"),
+    ("residual", "head.bias", torch.zeros(3), "'head.bias' has 3 elements, not 1"),
+    ("velocity", "head.bias", torch.zeros(3), "'head.bias' has 3 elements, not 1"),
+    ("residual", "who", torch.zeros(1), "'who'"),
+    ("velocity", "who", torch.zeros(1), "'who'"),
+    ("residual", "head.bias", torch.tensor([torch.nan]), "'head.bias' holds a value that is not finite"),
+    ("velocity", "head.bias", torch.tensor([torch.inf]), "'head.bias' holds a value that is not finite"),
+    ("decay_momentum", "head.bias", None, "lacks the decay_momentum of 'head.bias'"),
+    ("decay_momentum", "head.bias", torch.zeros(3), "decay_momentum of 'head.bias' fits no parameter"),
+    ("decay_momentum", "who", torch.zeros(1), "decay_momentum of 'who' fits no parameter of the optimizer"),
+    ("decay_momentum", "head.bias", torch.tensor([torch.nan]), "decay_momentum of 'head.bias' holds a value that is"),
+    ("outside_momentum", "", {"0.9": torch.zeros(1)}, "outside_momentum of '0.9' fits no parameter of the optimizer"),
+    ("selection", "", {"unit": (0.5, 1)}, "the selection in the state of rank 0 holds {'unit': (0.5, 1)}"),
+    ("selection", "", [("unit", 0.5, -1)], "the selection in the state of rank 0 holds ('unit', 0.5, -1)"),
+    ("selection", "", [("unit", 1.5, 1)], "the ratio of unit 'unit' is 1.5"),
+]
+
+
+def wrong_states(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What is to be said and what was said."""
+    run = Run(rank, SGD)
+    run.train(3)
+    good = run.handle.state_dict()
+    run.train(6)
+    now = flat(run.handle.state_dict())
+    said = []
+    for section, name, value, words in BAD_VALUES:
+        said.append((words, refused(run.handle.load_state_dict, changed(good, section, name, value))))
+        assert same(flat(run.handle.state_dict()), now), words
+    content = next(iter(good.values()))
+    for state, words in (
+        (
+            {"rank_1_of_1": content},
+            "rank 0 of 1 was given the state of rank 1 of 1: residuals differ from rank to rank, so each rank saves "
+            "and loads its own",
+        ),
+        (
+            {"rank_0_of_3": content},
+            "the state is one of 3 ranks, and the number of ranks is 1 now: make states for it with "
+            "thinwire.ddp.reshard(states, 1)",
+        ),
+        ({"rank_0_of_1": 3}, "the state of rank 0 is of type int, expected a dictionary"),
+        ({"model": {}}, "this is no state of thinwire: it lacks a key such as 'rank_0_of_2'"),
+        (None, "the state is of type NoneType, expected what state_dict() returned"),
+    ):
+        said.append((words, refused(run.handle.load_state_dict, state)))
+    assert same(flat(run.handle.state_dict()), now)
+
+    alone = thinwire.ddp.HookState(SGD.options(), models.Mlp().named_parameters())
+    said.append(("momentum of an optimizer", refused(alone.load_state_dict, changed(good, "velocity", "", {}))))
+    run.handle.load_state_dict(good)
+    assert same(flat(run.handle.state_dict()), flat(good))
+    return said
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    for words, sentence in ranks.run(1, wrong_states)[0]:
+        assert words in sentence
+        assert "\n" not in sentence

@@ -63,8 +63,8 @@ def unpack(state: Mapping[str, Any], rank: int, world_size: int) -> RankState:
         return _unpack(state[_key(rank, world_size)], rank)
     if all(ranks != world_size for _, ranks in given):
         raise _refused(
-            f"the state is one of {given[0][1]} ranks, and now there are {world_size}: "
-            f"thinwire.ddp.reshard(states, {world_size}) makes states for {world_size} ranks of it"
+            f"the state is one of {given[0][1]} ranks, and the number of ranks is {world_size} now: make states for it "
+            f"with thinwire.ddp.reshard(states, {world_size})"
         )
     raise _refused(
         f"rank {rank} of {world_size} was given the state of rank {given[0][0]} of {given[0][1]}: residuals differ "
@@ -181,7 +181,7 @@ def _refuse_difference(section: str, first: dict[str, Tensor], other: dict[str, 
 def _ranks_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Ranks and world sizes of the states that stand in a dictionary; at least one."""
     if not isinstance(state, Mapping):
-        raise _refused(f"the state is a {type(state).__name__}, expected what state_dict() returned")
+        raise _refused(f"the state is of type {type(state).__name__}, expected what state_dict() returned")
     matches = [match for key in state if isinstance(key, str) and (match := _KEY.fullmatch(key))]
     if not matches:
         raise _refused("this is no state of thinwire: it lacks a key such as 'rank_0_of_2'")
@@ -191,7 +191,7 @@ def _ranks_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
 def _unpack(content: Any, rank: int) -> RankState:
     of = f"the state of rank {rank}"
     if not isinstance(content, Mapping):
-        raise _refused(f"{of} is a {type(content).__name__}, expected a dictionary")
+        raise _refused(f"{of} is of type {type(content).__name__}, expected a dictionary")
     if content.get("version") != _VERSION:
         raise _refused(f"{of} has version {content.get('version')!r}, expected {_VERSION}")
     sections = content.get("sections", [])
@@ -223,11 +223,11 @@ def _selection(entries: Any, of: str) -> dict[str, tuple[float, int]]:
 
 def _tensors(values: Any, section: str, of: str) -> dict[str, Tensor]:
     if not isinstance(values, Mapping):
-        raise _refused(f"the {section} in {of} is a {type(values).__name__}, expected tensors by name")
+        raise _refused(f"the {section} in {of} is of type {type(values).__name__}, expected tensors by name")
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
             what = f"{value.dtype}".removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
-            raise _refused(f"the {section} of '{name}' in {of} is a {what}, expected a tensor of float32")
+            raise _refused(f"the {section} of '{name}' in {of} is of type {what}, expected a float32 tensor")
     return dict(values)
 
 
