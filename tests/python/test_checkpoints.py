@@ -1,6 +1,9 @@
 """Checkpoints: a resumed run is the run that was not interrupted, other numbers of ranks, DCP, what is refused."""
 
 import copy
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,7 +69,7 @@ CASES = {
 class Run:
     """A model in training on one rank."""
 
-    def __init__(self, rank: int, case: Case, saved: dict | None = None) -> None:
+    def __init__(self, rank: int, case: Case, saved: dict | None = None, timeout: float | None = None) -> None:
         torch.manual_seed(4)
         finds_unused = "find_unused_parameters" in case.ddp
         self.case, self.network = case, models.Branches() if finds_unused else models.Mlp()
@@ -80,7 +83,7 @@ class Run:
         self.batches, self.step = models.Batches(rank), 0
         if saved is not None:
             self._load_model(saved)
-        self.handle = thinwire.ddp.attach(self.model, case.options(), self.optimizer)
+        self.handle = thinwire.ddp.attach(self.model, case.options(), self.optimizer, timeout=timeout)
         if saved is not None:
             self.handle.load_state_dict(saved["thinwire"])
 
@@ -406,3 +409,58 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     for words, sentence in ranks.run(1, wrong_states)[0]:
         assert words in sentence
         assert "\n" not in sentence
+
+
+EVERY = 5  # steps between two checkpoints
+KILLED_AT = 12
+TIMEOUT = 4.0  # seconds
+
+
+def train_until_a_rank_dies(rank: int, world_size: int, folder: Path) -> tuple[float, float]:
+    """The loss at the last checkpoint, and how long the error took to come."""
+    run = Run(rank, SGD, timeout=TIMEOUT)
+    loss = run.loss()
+    while True:
+        begin = time.monotonic()
+        try:
+            run.train(run.step + 1)
+        except thinwire.Error:
+            seconds = time.monotonic() - begin
+            run.save(folder / f"emergency.{rank}.pt")
+            return loss, seconds
+        if run.step % EVERY == 0:
+            run.save(file_of(folder, rank, str(run.step)))
+            loss = run.loss()
+        if run.step == KILLED_AT and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on(rank: int, world_size: int, folder: Path) -> tuple[float, float, int]:
+    """From the last checkpoint that all ranks have written. The loss before and after, checksum of the parameters."""
+    old = [torch.load(file_of(folder, r, "10"), weights_only=True) for r in range(RANKS)]
+    states = thinwire.ddp.reshard([o["thinwire"] for o in old], world_size)
+    run = Run(rank, SGD, {**old[0], "thinwire": states[rank]})
+    first = run.loss()
+    run.train(run.step + 20)
+    assert run.handle.stats().active
+    return first, run.loss(), models.checksum(list(run.network.parameters()))
+
+
+def survivors(rank: int, world_size: int, folder: Path) -> None:
+    zero, two = (torch.load(folder / f"emergency.{r}.pt", weights_only=True) for r in (0, 2))
+    assert models.checksum(list(zero["model"].values())) == models.checksum(list(two["model"].values()))
+    sentence = refused(thinwire.ddp.reshard, [zero["thinwire"], two["thinwire"]], 2)
+    assert "the state of rank 1 of 3 is missing" in sentence
+
+
+def test_training_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
+    outcomes = ranks.observe(RANKS, train_until_a_rank_dies, tmp_path, limit=60)
+    assert [outcome.status for outcome in outcomes] == [0, -signal.SIGKILL, 0], [o.trace for o in outcomes]
+    loss, seconds = outcomes[0].value
+    assert max(seconds, outcomes[2].value[1]) < TIMEOUT + 5
+    ranks.run(1, survivors, tmp_path)
+    results = ranks.run(2, go_on, tmp_path)
+    assert results[0] == results[1]
+    first, last, _ = results[0]
+    assert first == loss
+    assert last < first
