@@ -32,7 +32,7 @@ def unused(rank: int, world_size: int) -> None:
         step(branch)
     before, value = handle.state_dict(), model.module.branches[2].weight.detach().clone()
     step(rank % 2)  # 0 and 1
-    after = handle.state_dict()
+    after = models.state_of(handle)
     for what in ("residual", "velocity"):
         for name in before[what]:
             always_dense = before[what][name].numel() < model_limit

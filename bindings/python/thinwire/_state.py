@@ -93,8 +93,8 @@ def reshard(
             a learning rate that is scaled with the number of ranks, since what reaches the model is rate · sum / Q.
 
     Returns:
-        A state for each new rank, in rank order. Step number, selection memory and the momentum of weight decay, which
-        are the same on all ranks or nearly so, are those of old rank q mod P.
+        A state for each new rank, in rank order. Step number, selection memory and the momentum of weight decay are
+        those of old rank q mod P.
 
     Raises:
         Error: invalid_argument for a rank whose state is missing or given twice, states of several runs or steps, and
