@@ -30,7 +30,7 @@ def unused(rank: int, world_size: int) -> None:
 
     for branch in (0, 1, 2):
         step(branch)
-    before, value = handle.state_dict(), model.module.branches[2].weight.detach().clone()
+    before, value = models.state_of(handle), model.module.branches[2].weight.detach().clone()
     step(rank % 2)  # 0 and 1
     after = models.state_of(handle)
     for what in ("residual", "velocity"):
