@@ -249,6 +249,33 @@ TEST(ReducerFailure, ACorruptPayloadIsRefusedAndReported) {
     });
 }
 
+// The same in the round that agrees on the size of a job, after which the others go on to one of a size that rank 1 does
+// not know: it makes no call more.
+TEST(ReducerFailure, ACorruptHeaderRoundEndsTheCommunicator) {
+  run_ranks(3, [&](Communicator& inner) {
+    const int rank = inner.rank();
+    MeddlingCommunicator communicator(inner, {}, [&](std::uint64_t call, std::span<std::byte> received) {
+      ASSERT_TRUE(rank != 1 || call == 0) << "rank 1 makes a call after the damage";
+      if (rank == 1) received[received.size() / 3 * 2 + 5] ^= std::byte{4};
+    });
+    Reducer reducer(failing_options(), model(), communicator);
+    const std::vector<ParameterState> before = reducer.residual().state();
+    reducer.begin_step();
+    const auto gradients = gradients_of_step(0, rank);
+    std::vector<GradientBuffer> buffers;
+    for (const auto& gradient : gradients) buffers.emplace_back(gradient);
+    Work first = reducer.reduce(kBuckets[0], buffers[0].view());
+    Work second = reducer.reduce(kBuckets[1], buffers[1].view());
+    const Error error = error_of([&] { first.wait(); });
+    EXPECT_TRUE(
+        says(error, rank == 1 ? ErrorCode::corrupt_payload : ErrorCode::remote, {rank == 1 ? "rank 2" : "rank 1"}));
+    const Error next = error_of([&] { second.wait(); });
+    const std::vector<Bucket> taken(kBuckets.begin(), kBuckets.begin() + 1);
+    EXPECT_TRUE(same_states(reducer.residual().state(), accumulated(before, taken, gradients, kRule)));
+    expect_dead(reducer, next);
+  });
+}
+
 // A rank that ends its reducer in the middle of a step: nobody waits longer than the time-out.
 TEST(ReducerFailure, ARankThatLeavesIsATimeout) {
   run_ranks(

@@ -52,7 +52,13 @@ std::span<const std::byte> BlockProtocol::exchange(const Offer& offer) {
     encode({}, header, {}, {}, sent_);
     block = sent_;
   }
-  gather(block);
+  try {
+    gather(block);
+  } catch (const Error& error) {
+    // The others go on to a round of sizes that this rank does not know: its next call would meet theirs.
+    if (!ready) communicator_.abort(error.what());
+    throw;
+  }
   compare(offer);
   // All need the same size now; if it is a new one, nobody has sent a payload yet.
   if (!ready) {

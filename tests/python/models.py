@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-import thinwire
+import thinwire.ddp
 
 FEATURES = 32
 KB = 1 / 1024  # of bucket_cap_mb
@@ -96,6 +96,11 @@ class Batches:
     def __call__(self) -> tuple[Tensor, Tensor]:
         x = torch.randn(self._size, FEATURES, generator=self._generator)
         return x, torch.sin(0.3 * x @ self._weights).unsqueeze(1)
+
+
+def state_of(handle: thinwire.ddp.Handle) -> dict:
+    """What stands in this rank's state, without its key."""
+    return next(iter(handle.state_dict().values()))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], *args: int) -> Tensor:

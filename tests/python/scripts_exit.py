@@ -10,6 +10,7 @@ The second form writes FOLDER/<how>.<rank> with all that the rank printed, and p
 import gc
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def main(how: str) -> None:
         alone.begin_step()
         alone.reduce([("w", 4, True)], torch.ones(4), lambda error: None)
         sys.kept = alone  # outlives the interpreter's clean-up
+    elif how == "killed":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            step()
+            raise AssertionError("no error came")
+        except thinwire.Error as error:
+            assert error.code == "remote"
+            torch.save(handle.state_dict(), os.devnull)
     elif how == "dropped":
         del model, optimizer, handle
         gc.collect()

@@ -254,9 +254,8 @@ def fine(rank: int, world_size: int) -> None:
     for _ in range(4):
         step()
     torch.testing.assert_close(own, twin)
-    state = handle.state_dict()
-    assert state["velocity"].keys() == {"head.weight"}
-    handle.load_state_dict(state)
+    assert models.state_of(handle)["velocity"].keys() == {"head.weight"}
+    handle.load_state_dict(handle.state_dict())
     step()
     handle.detach()
     step()

@@ -60,7 +60,7 @@ def flushed(rank: int, world_size: int) -> float:
     for _ in range(STEPS):
         models.loss_of(model, batches()).backward()
     handle.flush()
-    left = max(float(v.abs().max()) for v in handle.state_dict()["residual"].values())
+    left = max(float(v.abs().max()) for v in models.state_of(handle)["residual"].values())
     models.loss_of(model, batches()).backward()
     return left
 

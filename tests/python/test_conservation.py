@@ -71,7 +71,7 @@ def balance(rank: int, world_size: int, mode: str, method: str) -> dict[str, tup
             if p.grad is not None:
                 received[name] += p.grad
     assert handle.stats().active
-    residual = handle.state_dict()["residual"]
+    residual = models.state_of(handle)["residual"]
     result = {}
     for name, p in network.named_parameters():
         waiting = shaped(residual[name], p).double()

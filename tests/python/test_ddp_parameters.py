@@ -68,7 +68,7 @@ def shapes(rank: int, world_size: int, bucket_cap: float) -> None:
     optimizer.step()
     handle.detach()
     assert ranks.same_everywhere(models.checksum(list(model.parameters())))
-    assert {name: v.numel() for name, v in saved["residual"].items()} == {
+    assert {name: v.numel() for name, v in next(iter(saved.values()))["residual"].items()} == {
         name: p.numel() for name, p in model.module.named_parameters()
     }
     # Parameters that are always dense: plain momentum SGD on the mean.
@@ -110,7 +110,7 @@ def swapped(rank: int, world_size: int) -> list[list[torch.dtype]]:
         for p, v, g, r in zip(model.parameters(), values, given, received, strict=True):
             g += v * (rank + 1)
             r += p.grad.float() * world_size
-    residual = state.state_dict()["residual"]
+    residual = models.state_of(state)["residual"]
     for (name, p), g, r in zip(model.module.named_parameters(), given, received, strict=True):
         waiting = residual[name].view(p.shape)
         dist.all_reduce(waiting)

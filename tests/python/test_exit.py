@@ -36,7 +36,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
     """By way to end: exit status and output of every rank."""
     folder = tmp_path_factory.mktemp("endings")
-    result = run(str(SCRIPT), str(folder), *HOWS)
+    result = run(str(SCRIPT), str(folder), *HOWS, "killed")
     assert result.returncode == 0, result.stderr
     return {
         how: [(status, (folder / f"{how}.{rank}").read_text()) for rank, status in enumerate(statuses)]
@@ -47,6 +47,10 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[in
 @pytest.mark.parametrize("how", HOWS)
 def test_ranks_end_cleanly(endings: dict, how: str) -> None:
     assert endings[how] == [(0, f"rank {rank} has come to the end\n") for rank in (0, 1)]
+
+
+def test_a_rank_ends_cleanly_after_an_error(endings: dict) -> None:
+    assert endings["killed"] == [(0, "rank 0 has come to the end\n"), (-signal.SIGKILL, "")]
 
 
 def test_torchrun_ends_cleanly() -> None:

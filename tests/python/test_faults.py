@@ -1,8 +1,11 @@
 """When a rank dies, stalls or fails, every other rank gets one clear error, within the time-out."""
 
+import functools
+import io
 import os
 import signal
 import time
+from typing import Any
 
 import models
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire.ddp
+from thinwire.c10d import TorchCommunicator
 
 TIMEOUT = 4.0  # seconds
 FAULTY_RANK = 1
@@ -34,12 +38,14 @@ def train(rank: int, world_size: int, method: str, fault: str) -> dict:
     batches = models.Batches(rank)
     if fault == "in a callback" and rank == FAULTY_RANK:
         model.module.layers[2].weight.register_hook(lambda grad: _at(handle, FAULT_STEP, "raise"))
+    if fault == "in the forward pass" and rank == FAULTY_RANK:
+        model.module.head.register_forward_pre_hook(lambda *_: _at(handle, FAULT_STEP - 1, "raise"))
     if fault == "inside the hook" and rank == FAULTY_RANK:
         handle._engine._names.pop(id(model.module.layers[2].weight))
     for step in range(FAULT_STEP + 20):
         if step == FAULT_STEP and rank == FAULTY_RANK:
             _fail(fault)
-        before = handle.state_dict()["residual"] if method == "top_k" else {}
+        before = models.state_of(handle)["residual"] if method == "top_k" else {}
         begin = time.monotonic()
         try:
             model.zero_grad()
@@ -48,16 +54,35 @@ def train(rank: int, world_size: int, method: str, fault: str) -> dict:
             seconds = time.monotonic() - begin
             with pytest.raises(thinwire.Error) as again:
                 handle._engine.reducer.begin_step()
-            after = handle.state_dict()["residual"]
+            after = _last_words(handle)
             return {
                 "code": error.code.value,
                 "sentence": str(error),
                 "again": str(again.value),
                 "seconds": seconds,
                 "step": step,
-                "unsent": not before or _unsent(before, after, model),
+                "unsent": not before or _unsent(before, after["residual"], model),
             }
+        except Fault:
+            if fault != "in the forward pass":
+                raise
+            _last_words(handle)
+            time.sleep(TIMEOUT + 1)  # alive, but out of the loop
+            raise
     raise AssertionError("no error came")
+
+
+def _last_words(handle: thinwire.ddp.Handle) -> dict:
+    """The state of a rank that ends: it can be saved, and the handle can be closed, which ends its thread."""
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    threads = len(os.listdir("/proc/self/task"))
+    handle.close()
+    handle.detach()
+    assert len(os.listdir("/proc/self/task")) < threads
+    return next(iter(saved.values()))
 
 
 def _at(handle: thinwire.ddp.Handle, step: int, what: str) -> None:
@@ -70,7 +95,6 @@ def _fail(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stalled":
         time.sleep(TIMEOUT + 3)
-        os._exit(7)
     elif fault in ("exits", "raise"):
         raise Fault("on purpose")
 
@@ -111,14 +135,24 @@ def test_a_rank_that_ends(method: str, fault: str) -> None:
         assert result["unsent"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rank_that_stalls(method: str) -> None:
-    outcomes = ranks.observe(3, train, method, "stalled", limit=60)
+@pytest.mark.parametrize(
+    ("method", "fault"), [("top_k", "stalled"), ("dense", "stalled"), ("top_k", "in the forward pass")]
+)
+def test_a_rank_that_does_not_come(method: str, fault: str) -> None:
+    """It lives and says nothing: the others wait for their time-out. One that comes too late gets an error as well."""
+    outcomes = ranks.observe(3, train, method, fault, limit=60)
     results = others(outcomes)
+    if fault == "stalled":
+        assert outcomes[FAULTY_RANK].error is None, outcomes[FAULTY_RANK].trace
+        results.append(outcomes[FAULTY_RANK].value)
+    else:
+        assert isinstance(outcomes[FAULTY_RANK].error, Fault)
     for result in results:
         assert result["code"] in ("timeout", "remote")  # remote: one that waited for a rank whose time was up
         assert result["seconds"] < TIMEOUT + 5
         assert result["step"] == FAULT_STEP
+        assert result["sentence"] == result["again"]
+        assert result["unsent"]
     assert any(
         "of 3 waited 4." in r["sentence"] and "for the other ranks, and not all of them came" in r["sentence"]
         for r in results
@@ -135,6 +169,86 @@ def test_a_rank_whose_hook_fails(method: str) -> None:
         assert result["step"] == 0
         assert f"rank {FAULTY_RANK}" in result["sentence"]
         assert "a parameter of shape (64, 64) in bucket 0 is not among the named parameters" in result["sentence"]
+
+
+class Line(TorchCommunicator):
+    """Flips a bit of one block on its way: of the one that this rank sends, or of the one it gets from rank 0."""
+
+    flips = -1  # the byte; -1: none
+    sends = False
+
+    def all_gather(self, block: Any, blocks: Any) -> None:
+        at, Line.flips = Line.flips, -1
+        sent = torch.from_dlpack(block).clone()
+        if at >= 0 and Line.sends:
+            sent[at] ^= 4
+        super().all_gather(sent, blocks)
+        if at >= 0 and not Line.sends:
+            torch.from_dlpack(blocks)[at] ^= 4
+
+
+def corrupted(rank: int, world_size: int, where: str, at: int, step_at: int, bucket_cap: float) -> dict:
+    """Trains until an error comes; what FAULTY_RANK sends or gets in step `step_at` is damaged in byte `at`, if any."""
+    thinwire.ddp.TorchCommunicator = Line
+    torch.manual_seed(3)
+    model = DistributedDataParallel(models.Mlp(), bucket_cap_mb=bucket_cap)
+    handle = thinwire.ddp.attach(model, models.METHODS["top_k"](), timeout=TIMEOUT)
+    batches = models.Batches(rank)
+    Line.sends = where == "sent"
+    result: dict = {"means": []}
+    for step in range(FAULT_STEP + 2):
+        if step == step_at and rank == FAULTY_RANK:
+            Line.flips = at
+        before = models.state_of(handle)["residual"]
+        begin = time.monotonic()
+        try:
+            model.zero_grad()
+            models.loss_of(model, batches()).backward()
+            result["means"].append(models.checksum([p.grad for p in model.parameters()]))
+        except thinwire.Error as error:
+            result.update(code=error.code.value, sentence=str(error), seconds=time.monotonic() - begin, step=step)
+            result["unsent"] = _unsent(before, _last_words(handle)["residual"], model)
+            break
+    return result
+
+
+DAMAGES = {  # where, which byte, in which step, the cap of buckets; the last step that the others finish
+    "header, sent": ("sent", 20, FAULT_STEP, 8 * models.KB, FAULT_STEP - 1),
+    "entries, sent": ("sent", 90, FAULT_STEP, 8 * models.KB, FAULT_STEP - 1),
+    "header, received": ("received", 20, FAULT_STEP, 8 * models.KB, FAULT_STEP - 1),
+    "entries, received": ("received", 90, FAULT_STEP, 8 * models.KB, FAULT_STEP - 1),
+    "the last bucket of a step": ("received", 90, FAULT_STEP, 25, FAULT_STEP),
+    "sizes of new buckets": ("received", 20, 1, 8 * models.KB, 0),
+}
+
+
+@functools.cache
+def undisturbed_means(cap: float) -> list[int]:
+    means = [result["means"] for result in ranks.run(3, corrupted, "sent", -1, FAULT_STEP, cap)]
+    assert means[0] == means[1] == means[2]
+    assert len(means[0]) == FAULT_STEP + 2
+    return means[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_bytes_that_are_damaged_on_their_way(damage: str) -> None:
+    """Every rank gets an error in that step or the next one, and no mean is wrong."""
+    *where, cap, last = DAMAGES[damage]
+    outcomes = ranks.observe(3, corrupted, *where, cap, limit=60)
+    assert [outcome.status for outcome in outcomes] == [0, 0, 0], [outcome.trace for outcome in outcomes]
+    undisturbed = undisturbed_means(cap)
+    for rank, outcome in enumerate(outcomes):
+        result = outcome.value
+        finished = min(last, where[2] - 1) if rank == FAULTY_RANK else last
+        assert result["means"] == undisturbed[: finished + 1]
+        assert result["step"] == finished + 1
+        assert result["seconds"] < TIMEOUT + 5
+        assert result["unsent"]
+        if where[0] == "sent" or rank == FAULTY_RANK:
+            assert result["code"] == "corrupt_payload"
+            assert f"from rank {0 if where[0] == 'received' else FAULTY_RANK}: payload refused" in result["sentence"]
+        else:
+            assert result["code"] in ("remote", "timeout")
 
 
 def differ(rank: int, world_size: int, what: str) -> str:

@@ -39,7 +39,7 @@ def scaled_run(rank: int, scales: list[float] | None) -> tuple[int, int]:
         scaler.scale(models.loss_of(model, batches())).backward()
         scaler.step(optimizer)
         scaler.update(None if scales is None else scales[step])
-    residuals = handle.state_dict()["residual"]
+    residuals = models.state_of(handle)["residual"]
     return bits(model), models.checksum([residuals[name] for name in sorted(residuals)])
 
 
@@ -73,7 +73,7 @@ def overflow(rank: int, world_size: int, method: str) -> None:
         assert (bits(model) == before) == bad
         assert handle.stats().non_finite == bad
         assert scaler.get_scale() == (scale / 2 if bad else scaler.get_scale())
-        state = handle.state_dict()
+        state = models.state_of(handle)
         assert all(v.isfinite().all() for v in [*state["residual"].values(), *state["velocity"].values()])
         assert same_everywhere((bits(model), scaler.get_scale()))
         scales.append(scaler.get_scale())
@@ -87,7 +87,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all_and_the_scale_recovers(method
 
 def residual_sum(handle: thinwire.ddp.Handle) -> Tensor:
     """Over all ranks, of each rank's residual, flat, f64."""
-    residual = handle.state_dict()["residual"]
+    residual = models.state_of(handle)["residual"]
     total = torch.cat([residual[name].double() for name in sorted(residual)])
     dist.all_reduce(total)
     return total

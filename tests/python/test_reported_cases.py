@@ -74,7 +74,7 @@ def rebuilt(rank: int, world_size: int, arguments: dict) -> list[list[str]]:
         model.zero_grad()
         scales = (1.0, 1000.0)
         model(*(scale * given[step, rank] for scale in scales)).backward()
-        state = handle.state_dict()["residual"]
+        state = models.state_of(handle)["residual"]
         for i, (scale, oracle) in enumerate(zip(scales, oracles, strict=True)):
             mean = oracle.step([scale * g.flatten() for g in given[step]])
             assert torch.equal(getattr(model.module, f"w{i}").grad.flatten(), mean), (step, i)
@@ -121,7 +121,7 @@ def poisoned(rank: int, world_size: int) -> None:
                 for buffer in buffers:
                     buffer.fill_(torch.nan)
             buffers.clear()
-        residual = handle.state_dict()["residual"]
+        residual = models.state_of(handle)["residual"]
         results.append(models.checksum([*model.parameters(), *residual.values()]))
     assert results[0] == results[1]
 
@@ -148,9 +148,9 @@ def soak(rank: int, world_size: int) -> int:
         models.loss_of(model, batches(), (step + rank) % 3).backward()
         optimizer.step()
         if step == 2:
-            after_three = sizes(handle.state_dict())
+            after_three = sizes(models.state_of(handle))
         if step % 50 == 49:
-            assert sizes(handle.state_dict()) == after_three
+            assert sizes(models.state_of(handle)) == after_three
     assert handle.stats().jobs >= 8
     assert handle.stats().calls == handle.stats().jobs
     return models.checksum(list(model.parameters()))
@@ -177,8 +177,8 @@ def joined(rank: int, world_size: int) -> None:
             model(*gradients).backward()
             given += torch.cat([g.flatten() for g in gradients])
             received += torch.cat([p.grad.flatten() for p in model.parameters()]) * world_size
-            waiting.append(int(sum(v.count_nonzero() for v in handle.state_dict()["residual"].values())))
-    residual = torch.cat(list(handle.state_dict()["residual"].values()))
+            waiting.append(int(sum(v.count_nonzero() for v in models.state_of(handle)["residual"].values())))
+    residual = torch.cat(list(models.state_of(handle)["residual"].values()))
     left = int(residual.count_nonzero())
     # Shadow steps have no gradient: each sends 5 + 8 entries of what waits here.
     others = 4 + 6 * (world_size - 1) - len(waiting)

@@ -129,7 +129,7 @@ def rows(rank: int, world_size: int, dtype: torch.dtype) -> None:
             expected[10 + r] = 4.0 * (r + 1) / world_size
         assert torch.equal(mean.to_dense(), expected.to(dtype)), step
         assert mean.coalesce().indices().tolist() == [[3, *range(10, 10 + world_size)]]
-    state = handle.state_dict()
+    state = models.state_of(handle)
     assert not state["residual"]["table.weight"].any()
     assert handle.options.rules == (thinwire.ParameterRule("table.weight", dense=True),)
 
@@ -172,7 +172,7 @@ def compressed(rank: int, world_size: int, is_attached: bool) -> None:
         given.index_add_(0, x, gradient)
         received += world_size * model.module.table.weight.grad.to_dense()
     assert handle.stats().active
-    residual = handle.state_dict()["residual"]["table.weight"].view(20, 32)
+    residual = models.state_of(handle)["residual"]["table.weight"].view(20, 32)
     for tensor in (given, residual):
         dist.all_reduce(tensor)
     assert residual.any()
@@ -180,7 +180,7 @@ def compressed(rank: int, world_size: int, is_attached: bool) -> None:
 
     model.zero_grad()
     model(torch.tensor([1]), torch.ones(1, 32)).backward()  # leaves a sparse gradient, which a flush replaces
-    before = handle.state_dict()["residual"]["table.weight"].view(20, 32)
+    before = models.state_of(handle)["residual"]["table.weight"].view(20, 32)
     dist.all_reduce(before)
     handle.flush()
     assert model.module.table.weight.grad.is_sparse

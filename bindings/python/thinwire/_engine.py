@@ -24,14 +24,13 @@ from ._momentum import Momentum
 from ._replicas import check_replicas
 from ._report import describe
 from ._staging import Staging, future_for, needs_staging
+from ._state import RankState, pack, unpack
 from ._thinwire import Reducer, ReducerOptions, StepStats, Work
 from ._trace import Trace
 from .c10d import TorchCommunicator
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLUSH_ELEMENTS = 1 << 22  # of one bucket of a flush: 16 MiB of f32
-_FORMAT = 1  # of state dictionaries
-_STATE_KEYS = ("rank", "world_size", "step", "residual", "velocity", "decay_momentum", "outside_momentum")
 
 
 class Engine:
@@ -172,44 +171,29 @@ class Engine:
         """See HookState.state_dict."""
         self._undo_if_skipped()
         state = self.reducer.state()
-        none: dict[str, Any] = {"decay_momentum": {}, "outside_momentum": {}}
-        return {
-            "version": _FORMAT,
-            "rank": self._communicator.rank(),
-            "world_size": self._communicator.size(),
-            "step": state["step"],
-            "residual": {name: torch.from_dlpack(v) for name, v in state["residual"].items()},
-            "velocity": {name: torch.from_dlpack(u) for name, u in state["velocity"].items()},
-            "selection": state["selection"],
-            **(none if self._momentum is None else self._momentum.state_dict()),
-        }
+        saved = RankState(
+            step=state["step"],
+            selection=state["selection"],
+            residual={name: torch.from_dlpack(v) for name, v in state["residual"].items()},
+            velocity={name: torch.from_dlpack(u) for name, u in state["velocity"].items()},
+            **({} if self._momentum is None else self._momentum.state_dict()),
+        )
+        return pack(saved, self._communicator.rank(), self._communicator.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See HookState.load_state_dict."""
-        if state.get("version") != _FORMAT:
-            raise Error(
-                ErrorCode.invalid_argument,
-                f"this is no state of thinwire, or one of another version: version is {state.get('version')!r}, "
-                f"expected {_FORMAT}",
-            )
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise Error(ErrorCode.invalid_argument, f"the state lacks {missing[0]!r}: it is not whole")
-        mine, saved = (self._communicator.rank(), self._communicator.size()), (state["rank"], state["world_size"])
-        if mine != saved:
-            raise Error(
-                ErrorCode.invalid_argument,
-                f"rank {mine[0]} of {mine[1]} was given the state of rank {saved[0]} of {saved[1]}: residuals differ "
-                "from rank to rank, so each rank saves and loads its own",
-            )
-        self.reducer.load(
-            state["step"],
-            _host_arrays(state["residual"]),
-            _host_arrays(state["velocity"]),
-            state.get("selection", {}),
-        )
+        saved = unpack(state, self._communicator.rank(), self._communicator.size())
+        momentum = {"decay_momentum": saved.decay_momentum, "outside_momentum": saved.outside_momentum}
         if self._momentum is not None:
-            self._momentum.load_state_dict(state)
+            self._momentum.check_state(momentum)
+        elif any(momentum.values()):
+            raise Error(
+                ErrorCode.invalid_argument,
+                "the state has momentum of an optimizer, but thinwire was attached without one",
+            )
+        self.reducer.load(saved.step, _host_arrays(saved.residual), _host_arrays(saved.velocity), saved.selection)
+        if self._momentum is not None:
+            self._momentum.load_state_dict(momentum)
 
     def release(self) -> None:
         """Stops, and gives momentum back to the optimizer. Every rank calls it, unless the communicator is dead."""

@@ -175,24 +175,53 @@ class Momentum:
         self._skips_decay = is_flush
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the decay momentum by parameter name, and of the momentum of parameters outside the model."""
+        """Copies of the decay momentum by parameter name, and of the momentum of parameters outside the model. What has
+        not begun yet is zero, so that the names are the same in every step."""
         return {
-            "decay_momentum": {name: w.clone() for name, w in self._decay.items()},
-            "outside_momentum": {key: b.clone() for key, b in self._outside.items()},
+            what: {
+                name: kept[name].clone() if name in kept else torch.zeros_like(p, dtype=torch.float32)
+                for name, p in self._owners(what).items()
+            }
+            for what, kept in (("decay_momentum", self._decay), ("outside_momentum", self._outside))
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The counterpart of `state_dict`."""
-        shapes = {name: p.shape for group in self._groups for name, p in group.members + group.outsiders}
-        loaded = []
-        for what in ("decay_momentum", "outside_momentum"):
-            for name, values in state[what].items():
-                if name not in shapes or values.shape != shapes[name]:
+    def check_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Refuses what `load_state_dict` cannot take.
+
+        Raises:
+            Error: invalid_argument naming the parameter.
+        """
+        known = self._taken()
+        for what, tensors in state.items():
+            for name, values in tensors.items():
+                if name not in known or values.shape != known[name].shape:
                     raise Error(
                         ErrorCode.invalid_argument, f"the saved {what} of '{name}' fits no parameter of the optimizer"
                     )
-            loaded.append({name: values.detach().float().clone() for name, values in state[what].items()})
-        self._decay, self._outside = loaded
+                if not values.isfinite().all():
+                    raise Error(
+                        ErrorCode.invalid_argument, f"the saved {what} of '{name}' holds a value that is not finite"
+                    )
+            missing = self._owners(what).keys() - tensors.keys()
+            if tensors and missing:
+                raise Error(ErrorCode.invalid_argument, f"the state lacks the {what} of '{min(missing)}'")
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The counterpart of `state_dict`, once `check_state` has found nothing. Without tensors it starts at zero."""
+        known = self._taken()
+        self._decay, self._outside = (
+            {name: t.detach().to(known[name].device, torch.float32, copy=True) for name, t in state[what].items()}
+            for what in ("decay_momentum", "outside_momentum")
+        )
+
+    def _taken(self) -> dict[str, Tensor]:
+        return {name: p for group in self._groups for name, p in group.members + group.outsiders}
+
+    def _owners(self, what: str) -> dict[str, Tensor]:
+        """The parameters that have such a momentum."""
+        if what == "decay_momentum":
+            return {name: p for group in self._groups if group.weight_decay for name, p in group.members}
+        return {key: p for group in self._groups for key, p in group.outsiders}
 
     def _pop_buffer(self, parameter: Tensor) -> Tensor | None:
         state = self._optimizer.state.get(parameter)

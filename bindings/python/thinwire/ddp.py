@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 from ._engine import Engine, named
 from ._errors import Error, ErrorCode
 from ._momentum import escape
+from ._state import reshard
 from ._thinwire import ParameterRule, ReducerOptions, StepStats
 from ._trace import Trace
 from .c10d import TorchCommunicator
 
-__all__ = ["Handle", "HookState", "attach", "hook"]
+__all__ = ["Handle", "HookState", "attach", "hook", "reshard"]
 
 _Timeout = timedelta | float | None
 
@@ -175,21 +176,29 @@ class HookState:
         return self._attached().reducer.options
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the step number; residuals and velocities by parameter name, f32 [numel] in memory order;
-        the momentum of weight decay in the parameters' shapes. Tensors and plain types only: ``torch.load`` takes it
-        with ``weights_only=True``.
+        """This rank's state, under a key such as ``"rank_0_of_2"``: the step number; residuals and velocities by
+        parameter name, f32 [numel] in memory order; the momentum of weight decay in the parameters' shapes. Copies, as
+        tensors and plain types only: ``torch.load`` takes it with ``weights_only=True``.
 
-        Each rank saves its own: put the rank into the file name, or into the key with torch.distributed.checkpoint,
-        which drops what it takes for a copy. Save the optimizer and the model beside it.
+        Each rank saves its own: put the rank into the file name. With torch.distributed.checkpoint give the handle
+        itself, ``dcp.save({..., "thinwire": handle}, checkpoint_id=...)``; the key keeps the ranks apart there. Save
+        the optimizer and the model beside it. It may be called after an error too: what the failed step sent is back
+        in the residuals.
         """
         return self._attached().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned on the same rank of as many ranks. Between steps.
+        """Loads what `state_dict` returned on the same rank of as many ranks. Between steps. For another number of
+        ranks there is `reshard`.
+
+        The steps that follow are those of the run that was saved, bit for bit, if DDP's buckets do not matter to them;
+        they do to units of whole buckets (``top_k()``), to dense all-reduces over 3 ranks and more, and to local
+        clipping. DDP forms its buckets anew after the first backward pass of a process (the second one with
+        static_graph): run that pass, on any batch, before loading, and the buckets are the same too.
 
         Raises:
-            Error: invalid_argument for the state of another rank or world size, or names and sizes that do not match;
-                then nothing is changed.
+            Error: invalid_argument for the state of another rank or world size, for names, sizes, types or values that
+                do not fit, or a state that is not whole; then nothing is changed.
         """
         self._attached().load_state_dict(state)
 
