@@ -77,6 +77,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Loads the parts that need PyTorch when they are asked for."""
-    if name in ("c10d", "ddp", "lightning"):
+    if name in ("c10d", "ddp", "fsdp", "lightning"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._engine import Engine, unfit
+from ._engine import DTYPES, Engine
 from ._errors import Error, ErrorCode
 from ._handle import Handle, Timeout, unwrap
 from ._shards import ShardGroup, rank_in, shard_groups
@@ -149,7 +149,7 @@ class _ShardEngine(Engine):
             {shard.name: shard.parameter for shard in shards},
             optimizer,
             connect,
-            {shard.name: shard.numel for shard in shards},
+            numels={shard.name: shard.numel for shard in shards},
         )
         in_force = self.reducer.options
         self._has_momentum = in_force.momentum > 0 or any(rule.momentum for rule in in_force.rules)
@@ -163,7 +163,6 @@ class _ShardEngine(Engine):
         """The hook's work: the mean over the replicas replaces the flat gradient [n] of one group."""
         if not self._reduced or group in self._reduced:
             self._reduced.clear()
-            self._was_called = True
             self._begin_step()
         self._reduced.add(group)
         try:
@@ -195,15 +194,25 @@ class _ShardEngine(Engine):
             )
         super().load_state_dict(state)
 
+    def _notice_unreduced(self, optimizer: Optimizer) -> None:
+        if self._unreduced is not None:
+            self._warn_unreduced(
+                "the optimizer steps, but FSDP2 has not called thinwire's hook: no backward pass was synchronized",
+                stacklevel=5,
+            )
+
     def _end_step(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._reduced.clear()
 
     def _prepare(self, group: ShardGroup, gradient: Tensor) -> tuple[list[tuple[str, int, bool]], Tensor, float]:
         """What to give to the reducer: slices, the gradient in true units, and what it was multiplied by before."""
         shards = group.reduced(gradient)
-        problem = unfit(gradient, shards[0].name)
-        if problem is not None:
-            raise Error(ErrorCode.invalid_argument, problem)
+        if gradient.device.type != "cpu" or gradient.dtype not in DTYPES:
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"the gradient of parameter '{shards[0].name}' is {gradient.dtype} on {gradient.device}, expected "
+                "float32, float16 or bfloat16 in host memory",
+            )
         for shard in shards:
             if self._has_momentum and shard.parameter.grad is not None:
                 raise Error(
@@ -245,13 +254,20 @@ def _refuse_unfit(groups: list[ShardGroup], options: ReducerOptions, replicas: d
         )
     others = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
     for group in groups:
+        first = group.shards[0]
+        if first.parameter.device.type != "cpu":
+            raise Error(
+                ErrorCode.unsupported,
+                f"parameter '{first.name}' is on {first.parameter.device}, but between replicas of FSDP2 this version "
+                "reduces in host memory",
+            )
         if group.is_replicated:
             raise Error(
                 ErrorCode.invalid_argument,
                 f"module '{group.name}' is sharded on a mesh with replicas, where FSDP2 reduces between them itself "
                 'and nothing is left to save: use fully_shard(module, mesh=mesh["shard"])',
             )
-        shared = others.intersection(group.shards[0].ranks)
+        shared = others.intersection(first.ranks)
         if shared:
             raise Error(
                 ErrorCode.invalid_argument,
