@@ -9,7 +9,7 @@ grown. With PyTorch:
     thinwire.ddp.attach(model, thinwire.redsync(density=0.001), optimizer)
 
 ``thinwire`` itself needs neither PyTorch nor NumPy; ``thinwire.ddp`` and ``thinwire.c10d`` need PyTorch 2.1 or newer,
-``thinwire.lightning`` Lightning as well.
+``thinwire.lightning`` Lightning as well, ``thinwire.fsdp`` PyTorch 2.8.
 """
 
 from __future__ import annotations
