@@ -99,8 +99,11 @@ class Batches:
 
 
 def state_of(handle: thinwire.ddp.Handle) -> dict:
-    """What stands in this rank's state, without its key."""
-    return next(iter(handle.state_dict().values()))
+    """What stands in this rank's state, without its keys."""
+    state = handle.state_dict()
+    while "version" not in state:
+        (state,) = state.values()
+    return state
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], *args: int) -> Tensor:

@@ -12,12 +12,14 @@ import json
 import os
 import signal
 import sys
+import weakref
 from pathlib import Path
 
 import models
 import torch
 import torch._dynamo  # which DDP and optimizers import in their first step
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire.ddp
@@ -25,6 +27,37 @@ import thinwire.ddp
 
 def main(how: str) -> None:
     """Trains and ends."""
+    rank = dist.get_rank()
+    if how == "fsdp":
+        train_fsdp()
+    else:
+        train_ddp(how)
+    print(f"rank {rank} has come to the end", flush=True)
+
+
+def train_fsdp() -> None:
+    """Two models, one of which is dropped."""
+    import thinwire.fsdp
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    kept = []
+    for _ in range(2):
+        model = torch.distributed.fsdp.fully_shard(models.Mlp(), mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        thinwire.fsdp.attach(model, models.METHODS["redsync"](), optimizer, replicate_group=mesh["replicate"])
+        batches = models.Batches(dist.get_rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            models.loss_of(model, batches()).backward()
+            optimizer.step()
+        kept.append(weakref.ref(model))
+    gc.collect()
+    assert kept[0]() is None
+    sys.kept = kept[1]()  # outlives the interpreter's clean-up
+
+
+def train_ddp(how: str) -> None:
+    """A model that ends in the way that `how` says."""
     rank = dist.get_rank()
     model = DistributedDataParallel(models.Mlp(), bucket_cap_mb=8 * models.KB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -84,7 +117,6 @@ def main(how: str) -> None:
     elif how == "dropped":
         del model, optimizer, handle
         gc.collect()
-    print(f"rank {rank} has come to the end", flush=True)
 
 
 def fork_ranks(folder: Path, hows: list[str], ranks: int = 2) -> str | None:

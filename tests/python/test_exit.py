@@ -11,7 +11,7 @@ import pytest
 import ranks
 
 SCRIPT = Path(__file__).with_name("scripts_exit.py")
-HOWS = ["plain", "forks", "destroyed", "closed", "dropped"]
+HOWS = ["plain", "forks", "destroyed", "closed", "dropped", "fsdp"]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:

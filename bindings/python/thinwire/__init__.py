@@ -9,7 +9,7 @@ grown. With PyTorch:
     thinwire.ddp.attach(model, thinwire.redsync(density=0.001), optimizer)
 
 ``thinwire`` itself needs neither PyTorch nor NumPy; ``thinwire.ddp`` and ``thinwire.c10d`` need PyTorch 2.1 or newer,
-``thinwire.lightning`` Lightning as well.
+``thinwire.lightning`` Lightning as well, ``thinwire.fsdp`` PyTorch 2.8.
 """
 
 from __future__ import annotations
@@ -77,6 +77,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Loads the parts that need PyTorch when they are asked for."""
-    if name in ("c10d", "ddp", "lightning"):
+    if name in ("c10d", "ddp", "fsdp", "lightning"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

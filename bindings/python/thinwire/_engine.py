@@ -1,4 +1,4 @@
-"""What stands between DDP's hook and the reducer while thinwire is attached to a model."""
+"""What stands between a model's communication hook and the reducer while thinwire is attached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ._errors import Error, ErrorCode
-from ._layout import flatten, shaped
+from ._layout import flatten, local, shaped
 from ._loss_scale import LossScale
 from ._momentum import Momentum
 from ._replicas import check_replicas
@@ -29,7 +29,7 @@ from ._thinwire import Reducer, ReducerOptions, StepStats, Work
 from ._trace import Trace
 from .c10d import TorchCommunicator
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLUSH_ELEMENTS = 1 << 22  # of one bucket of a flush: 16 MiB of f32
 
 
@@ -38,16 +38,18 @@ class Engine:
 
     Args:
         options: how to reduce; the same on every rank.
-        parameters: by name, those that DDP reduces.
+        parameters: by name, those that the wrapper reduces.
         optimizer: whose momentum to take over, if any.
         connect: makes the communicator, once everything else has been found sound; the reducer's thread uses it alone.
-        why_unreduced: words for a backward pass after which DDP did not call the hook, given whether it ever has.
         grad_scaler: what scales the loss, if anything.
         check_replicas_every: compares the replicas after every so many steps of the optimizer; 0: never.
+        numels: elements of the reduced gradients by name, where shards are padded; those of the parameters otherwise.
 
     Raises:
         Error: for parameters, options or an optimizer that do not fit; then the optimizer is as it was.
     """
+
+    _wrapper: ClassVar[str]  # what calls the hook, in words
 
     def __init__(
         self,
@@ -55,9 +57,9 @@ class Engine:
         parameters: Mapping[str, Tensor],
         optimizer: Optimizer | None,
         connect: Callable[[], TorchCommunicator],
-        why_unreduced: Callable[[bool], str],
         grad_scaler: Any = None,
         check_replicas_every: int = 0,
+        numels: Mapping[str, int] | None = None,
     ) -> None:
         options.validate()
         if check_replicas_every and optimizer is None:
@@ -65,110 +67,58 @@ class Engine:
         self._scale = LossScale(grad_scaler)
         _check_parameters(parameters)
         self._parameters = dict(parameters)
+        self._numels = {name: p.numel() for name, p in parameters.items()} if numels is None else dict(numels)
         self._names = {id(p): name for name, p in parameters.items()}
         self._momentum = None if optimizer is None else Momentum(optimizer, self._names, options)
         if self._momentum is not None:
             options = self._momentum.extend(options)
         self._communicator = connect()
-        self.reducer = Reducer(options, [(name, p.numel()) for name, p in parameters.items()], self._communicator)
+        self.reducer = Reducer(options, list(self._numels.items()), self._communicator)
         if self._momentum is not None:
-            self._momentum.take(self.reducer)
+            self._momentum.take(self.reducer, self._numels)
 
-        self._works: list[Work] = []  # of the current step
-        self._last_bucket: int | None = None  # index of the last bucket seen in the step; None: the step is over
-        self._touched: set[int] = set()  # parameters that got a gradient since they were last reduced
-        self._backward_began: list[int] = []  # when, in ns; empty before the first gradient
-        self._reduced: set[int] = set()  # parameters that have been in a bucket
-        self._why_unreduced = why_unreduced
-        self._unreduced: str | None = "DDP has not called the hook yet"  # why the last step reduced nothing, if so
+        self._unreduced: str | None = (
+            f"{self._wrapper} has not called the hook yet"  # why the last step reduced nothing, if so
+        )
         self._has_warned = False
         self._read_scale: Callable[[], float] = lambda: 1.0
-        self._staging = Staging()
         self._norms: deque[tuple[int, float]] = deque(maxlen=8)  # residual over gradient, by step
         self._trace: Trace | None = None
         self._check_replicas_every = check_replicas_every
         self._optimizer_steps = 0
         self._optimizer_began = 0  # the last step, in ns
-        touch = partial(_touch, self._touched, self._backward_began)
-        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(touch) for p in parameters.values()]
+        self._handles: list[Any] = []  # of hooks
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """The hook's work: queues the bucket; the future holds its buffer, with the mean in it."""
-        index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
-        if self._last_bucket is None or index == 0 or index <= self._last_bucket:
-            self._begin_step()
-        self._last_bucket = None if bucket.is_last() else index
-
-        future = future_for(buffer)
-        problem = self._problem(index, buffer, parameters)
-        if problem is None:
-            slices = [(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters]
-            self._works.append(self._submit(bucket, slices, future))
-        else:
-            self._works.append(self.reducer.fail(problem, partial(_settle, future, partial(future.set_result, buffer))))
-        self._touched.difference_update(map(id, parameters))
-        self._reduced.update(map(id, parameters))
-        if bucket.is_last():
-            # DDP words a failed future in its own way. What fails in this backward pass is raised as it is, at its end
-            # and before DDP looks. There is no such place outside of a backward pass (Join's shadow steps).
-            with contextlib.suppress(AttributeError, RuntimeError):
-                torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
-        return future.then(_value)
-
-    def _submit(self, bucket: dist.GradBucket, slices: list[tuple[str, int, bool]], future: Future[Tensor]) -> Work:
-        buffer, read_scale = bucket.buffer(), self._read_scale
-        if buffer.is_sparse:  # alone in its bucket
-            parameter = bucket.parameters()[0]
-            flat = flatten(buffer, parameter)
-            done = partial(_settle, future, lambda: future.set_result(_sparse(flat, parameter, buffer)))
-            return self.reducer.reduce(slices, flat, done, read_scale())
-        if not needs_staging(buffer):
-            done = partial(_settle, future, partial(future.set_result, buffer))
-            return self.reducer.reduce(slices, buffer, done, read_scale())
-        host, wait = self._staging.to_host(bucket.index(), buffer)
-
-        def prepare() -> float:
-            wait()
-            return read_scale()
-
-        done = partial(_settle, future, partial(self._staging.to_device, future, host, buffer))
-        return self.reducer.reduce(slices, host, done, prepare=prepare)
-
     def flush(self) -> None:
-        """Averages what waits in the residuals into the gradients. See HookState.flush."""
-        self._undo_if_skipped()
-        self._last_bucket = self._unreduced = None
-        self.reducer.begin_step("flush")
-        for group in _groups(self._parameters, _FLUSH_ELEMENTS):
-            mean = torch.zeros(sum(p.numel() for _, p in group))
-            self.reducer.reduce([(name, p.numel(), True) for name, p in group], mean).wait()
-            begin = 0
-            for _, p in group:
-                _write_gradient(p, shaped(mean[begin : begin + p.numel()], p))
-                begin += p.numel()
-        if self._momentum is not None:
-            self._momentum.expect_flush(True)
+        """Averages what waits in the residuals into the gradients. See Handle.flush."""
+        self._begin_step("flush")
+        for names in _groups(self._numels, _FLUSH_ELEMENTS):
+            numels = [self._numels[name] for name in names]
+            mean = torch.zeros(sum(numels))
+            self.reducer.reduce([(name, numel, True) for name, numel in zip(names, numels, strict=True)], mean).wait()
+            for name, part in zip(names, mean.split(numels), strict=True):
+                _write_gradient(self._parameters[name], part)
 
     def stats(self) -> StepStats:
-        """See HookState.stats."""
+        """See Handle.stats."""
         return self.reducer.stats() if self._unreduced is None else StepStats(self.reducer.step, self._unreduced)
 
     def report(self) -> str:
-        """See HookState.report."""
+        """See Handle.report."""
         return describe(self.stats(), list(self._norms), self._read_scale())
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """See HookState.trace."""
+        """See Handle.trace."""
         if self._trace is not None:
             raise Error(ErrorCode.invalid_argument, "a trace is running already: stop() it first")
         self._trace = Trace(self.reducer, path, self._communicator.rank(), self._forget_trace)
         return self._trace
 
     def state_dict(self) -> dict[str, Any]:
-        """See HookState.state_dict."""
+        """See Handle.state_dict."""
         self._undo_if_skipped()
         state = self.reducer.state()
         saved = RankState(
@@ -181,7 +131,7 @@ class Engine:
         return pack(saved, self._communicator.rank(), self._communicator.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See HookState.load_state_dict."""
+        """See Handle.load_state_dict."""
         saved = unpack(state, self._communicator.rank(), self._communicator.size())
         momentum = {"decay_momentum": saved.decay_momentum, "outside_momentum": saved.outside_momentum}
         if self._momentum is not None:
@@ -216,13 +166,14 @@ class Engine:
             self._trace.stop()
         self.reducer.close()
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, mode: Literal["scheduled", "flush"] = "scheduled") -> None:
         self._unreduced = None
-        self._works.clear()
-        if self._momentum is not None:
-            self._momentum.expect_flush(False)
         self._undo_if_skipped()
-        self.reducer.begin_step()
+        self.reducer.begin_step(mode)
+        if self._momentum is not None:
+            self._momentum.expect_flush(mode == "flush")
+        if mode == "flush":
+            return
         self._read_scale = self._scale.begin_step()
         if self.reducer.step % StepStats.norm_interval == 1:
             last = self.reducer.stats()
@@ -233,27 +184,8 @@ class Engine:
         if self._scale.take_skipped():
             self.reducer.undo_step()
 
-    def _raise_failure(self) -> None:
-        end = time.monotonic_ns()
-        began = self._backward_began.pop() if self._backward_began else end
-        for work in self._works:
-            work.wait()
-        if self._trace is not None:
-            self._trace.note("backward pass", "training loop", began, end)
-            self._trace.note("wait for the means", "training loop", end)
-
     def _forget_trace(self) -> None:
         self._trace = None
-
-    def _problem(self, index: int, buffer: Tensor, parameters: list[Tensor]) -> str | None:
-        """Why this bucket cannot be reduced, or None."""
-        unknown = [p for p in parameters if id(p) not in self._names]
-        if unknown:
-            return f"a parameter of shape {tuple(unknown[0].shape)} in bucket {index} is not among the named parameters"
-        name = self._names[id(parameters[0])]
-        if buffer.dtype not in _DTYPES:
-            return f"the gradient of parameter '{name}' is {_dtype(buffer)}, expected float32, float16 or bfloat16"
-        return None
 
     def _before_optimizer_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -272,6 +204,124 @@ class Engine:
             check_replicas(self._parameters, self._communicator)
 
     def _notice_unreduced(self, optimizer: Optimizer) -> None:
+        """Notices gradients that the optimizer used although the hook was not called for them."""
+        raise NotImplementedError
+
+    def _warn_unreduced(self, reason: str, stacklevel: int) -> None:
+        self._unreduced = reason
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(reason, stacklevel=stacklevel + 1)
+
+    def _mean_velocities(self) -> dict[str, Tensor]:
+        mine = {name: torch.from_dlpack(u) for name, u in self.reducer.state()["velocity"].items()}
+        self.reducer.close()  # its thread uses the communicator no more
+        for names in _groups({name: u.numel() for name, u in mine.items()}, _FLUSH_ELEMENTS):
+            flat = torch.cat([mine[name] for name in names])
+            self._communicator.all_reduce(flat, flat)
+            flat /= self._communicator.size()
+            mine.update(zip(names, flat.split([mine[name].numel() for name in names]), strict=True))
+        return mine
+
+
+class BucketEngine(Engine):
+    """The part of DDP, which reduces buckets. Arguments and errors as above.
+
+    Args:
+        why_unreduced: words for a backward pass after which DDP did not call the hook, given whether it ever has.
+    """
+
+    _wrapper = "DDP"
+
+    def __init__(
+        self,
+        options: ReducerOptions,
+        parameters: Mapping[str, Tensor],
+        optimizer: Optimizer | None,
+        connect: Callable[[], TorchCommunicator],
+        why_unreduced: Callable[[bool], str],
+        grad_scaler: Any = None,
+        check_replicas_every: int = 0,
+    ) -> None:
+        super().__init__(options, parameters, optimizer, connect, grad_scaler, check_replicas_every)
+        self._works: list[Work] = []  # of the current step
+        self._last_bucket: int | None = None  # index of the last bucket seen in the step; None: the step is over
+        self._touched: set[int] = set()  # parameters that got a gradient since they were last reduced
+        self._backward_began: list[int] = []  # when, in ns; empty before the first gradient
+        self._reduced: set[int] = set()  # parameters that have been in a bucket
+        self._why_unreduced = why_unreduced
+        self._staging = Staging()
+        touch = partial(_touch, self._touched, self._backward_began)
+        self._handles += [p.register_post_accumulate_grad_hook(touch) for p in parameters.values()]
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """The hook's work: queues the bucket; the future holds its buffer, with the mean in it."""
+        index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        if self._last_bucket is None or index == 0 or index <= self._last_bucket:
+            self._works.clear()
+            self._begin_step()
+        self._last_bucket = None if bucket.is_last() else index
+
+        future = future_for(buffer)
+        problem = self._problem(index, buffer, parameters)
+        if problem is None:
+            slices = [(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters]
+            self._works.append(self._submit(bucket, slices, future))
+        else:
+            self._works.append(self.reducer.fail(problem, partial(_settle, future, partial(future.set_result, buffer))))
+        self._touched.difference_update(map(id, parameters))
+        self._reduced.update(map(id, parameters))
+        if bucket.is_last():
+            # DDP words a failed future in its own way. What fails in this backward pass is raised as it is, at its end
+            # and before DDP looks. There is no such place outside of a backward pass (Join's shadow steps).
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
+        return future.then(_value)
+
+    def _submit(self, bucket: dist.GradBucket, slices: list[tuple[str, int, bool]], future: Future[Tensor]) -> Work:
+        buffer, read_scale = bucket.buffer(), self._read_scale
+        if buffer.is_sparse:  # alone in its bucket
+            parameter = bucket.parameters()[0]
+            flat = flatten(buffer, parameter, parameter.numel())
+            done = partial(_settle, future, lambda: future.set_result(_sparse(flat, parameter, buffer)))
+            return self.reducer.reduce(slices, flat, done, read_scale())
+        if not needs_staging(buffer):
+            done = partial(_settle, future, partial(future.set_result, buffer))
+            return self.reducer.reduce(slices, buffer, done, read_scale())
+        host, wait = self._staging.to_host(bucket.index(), buffer)
+
+        def prepare() -> float:
+            wait()
+            return read_scale()
+
+        done = partial(_settle, future, partial(self._staging.to_device, future, host, buffer))
+        return self.reducer.reduce(slices, host, done, prepare=prepare)
+
+    def flush(self) -> None:
+        """See Handle.flush."""
+        self._last_bucket = None
+        super().flush()
+
+    def _raise_failure(self) -> None:
+        end = time.monotonic_ns()
+        began = self._backward_began.pop() if self._backward_began else end
+        for work in self._works:
+            work.wait()
+        if self._trace is not None:
+            self._trace.note("backward pass", "training loop", began, end)
+            self._trace.note("wait for the means", "training loop", end)
+
+    def _problem(self, index: int, buffer: Tensor, parameters: list[Tensor]) -> str | None:
+        """Why this bucket cannot be reduced, or None."""
+        unknown = [p for p in parameters if id(p) not in self._names]
+        if unknown:
+            return f"a parameter of shape {tuple(unknown[0].shape)} in bucket {index} is not among the named parameters"
+        name = self._names[id(parameters[0])]
+        if buffer.dtype not in DTYPES:
+            return f"the gradient of parameter '{name}' is {_dtype(buffer)}, expected float32, float16 or bfloat16"
+        return None
+
+    def _notice_unreduced(self, optimizer: Optimizer) -> None:
         """Notices gradients that the optimizer used although DDP has not called the hook for them.
 
         After the step, since a closure computes them inside of it. Parameters that DDP never reduces do not count once
@@ -282,23 +332,11 @@ class Engine:
         if not used:
             return
         self._touched.difference_update(used)
-        self._unreduced = (
+        self._warn_unreduced(
             f"the optimizer used gradients of {len(used)} parameters, '{self._names[used[0]]}' among them, for which "
-            f"DDP has not called thinwire's hook: {self._why_unreduced(bool(self._reduced))}"
+            f"DDP has not called thinwire's hook: {self._why_unreduced(bool(self._reduced))}",
+            stacklevel=5,
         )
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(self._unreduced, stacklevel=5)
-
-    def _mean_velocities(self) -> dict[str, Tensor]:
-        local = {name: torch.from_dlpack(u) for name, u in self.reducer.state()["velocity"].items()}
-        self.reducer.close()  # its thread uses the communicator no more
-        for group in _groups(local, _FLUSH_ELEMENTS):
-            flat = torch.cat([u for _, u in group])
-            self._communicator.all_reduce(flat, flat)
-            flat /= self._communicator.size()
-            local.update(zip((name for name, _ in group), flat.split([u.numel() for _, u in group]), strict=True))
-        return local
 
 
 def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
@@ -306,7 +344,7 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
     if not parameters:
         raise Error(ErrorCode.invalid_argument, "there is no parameter that requires a gradient")
     for name, p in parameters.items():
-        if p.dtype not in _DTYPES:
+        if p.dtype not in DTYPES:
             raise Error(
                 ErrorCode.invalid_argument,
                 f"parameter '{name}' is {_dtype(p)}, expected float32, float16 or bfloat16",
@@ -339,28 +377,30 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _groups(tensors: Mapping[str, Tensor], limit: int) -> list[list[tuple[str, Tensor]]]:
-    """The non-empty tensors in order, in groups of at most `limit` elements or of one tensor."""
-    groups: list[list[tuple[str, Tensor]]] = []
+def _groups(numels: Mapping[str, int], limit: int) -> list[list[str]]:
+    """The names of all that is not empty in order, in groups of at most `limit` elements or of one name."""
+    groups: list[list[str]] = []
     filled = limit + 1
-    for name, tensor in tensors.items():
-        if tensor.numel() == 0:
+    for name, numel in numels.items():
+        if numel == 0:
             continue
-        if filled + tensor.numel() > limit:
+        if filled + numel > limit:
             groups.append([])
             filled = 0
-        groups[-1].append((name, tensor))
-        filled += tensor.numel()
+        groups[-1].append(name)
+        filled += numel
     return groups
 
 
 def _write_gradient(parameter: Tensor, mean: Tensor) -> None:
+    values = shaped(mean, local(parameter))
     if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = mean.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
+        parameter.grad = values.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
     elif parameter.grad is not None:
-        parameter.grad.copy_(mean)
+        local(parameter.grad).copy_(values)
     elif mean.any():  # a parameter that was never used stays without a gradient
-        parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(mean)
+        parameter.grad = torch.empty_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
+        local(parameter.grad).copy_(values)
 
 
 def _host_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,14 +21,19 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """A view of `flat` [numel], which is in bucket order, in the shape of the parameter `like`."""
+    """A view of `flat` [numel and perhaps padding], in bucket order, in the shape of the parameter `like`."""
     if is_dense(like):
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
     return flat.view(like.shape)
 
 
-def flatten(values: Tensor, like: Tensor) -> Tensor:
-    """A new f32 tensor [numel] with `values`, which have the shape of `like` and may be sparse_coo, in bucket order."""
-    flat = torch.zeros(like.numel(), dtype=torch.float32)
+def flatten(values: Tensor, like: Tensor, numel: int) -> Tensor:
+    """A new f32 tensor [numel]: `values`, of the shape of `like` or sparse_coo, in bucket order, then zeros."""
+    flat = torch.zeros(numel, dtype=torch.float32)
     shaped(flat, like).add_(values.detach().to("cpu", torch.float32))
     return flat
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, in the same memory and without a history; any other tensor itself."""
+    return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor

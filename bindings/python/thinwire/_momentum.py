@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ._errors import Error, ErrorCode
-from ._layout import flatten, shaped
+from ._layout import flatten, local, shaped
 from ._thinwire import ParameterRule, Reducer, ReducerOptions
 
 # What was taken from a parameter group stays noted in it under these keys, and so travels with the optimizer's
@@ -54,7 +54,7 @@ class Momentum:
         self._names = names
         self._is_watched = isinstance(optimizer, SGD) and options.error_feedback
         self._groups: list[_Group] = []
-        self._decay: dict[str, Tensor] = {}  # w, f32, in the parameter's shape
+        self._decay: dict[str, Tensor] = {}  # w, f32, in the shape of what this rank holds of the parameter
         self._outside: dict[str, Tensor] = {}  # momentum buffers of outsiders, f32
         self._skips_decay = False
         _refuse_two_momenta(optimizer, names, options)
@@ -108,19 +108,20 @@ class Momentum:
             extended.rules = [*options.rules, *rules]
         return extended
 
-    def take(self, reducer: Reducer) -> None:
-        """Sets the optimizer's own to 0; momentum buffers become the velocities of this rank."""
+    def take(self, reducer: Reducer, numels: Mapping[str, int]) -> None:
+        """Sets the optimizer's own to 0; momentum buffers become the velocities of this rank, [numel] by name."""
         for taken in self._groups:
             group = self._optimizer.param_groups[taken.index]
             sign = _sign(group)
             for name, parameter in taken.members:
                 buffer = self._pop_buffer(parameter)
                 if buffer is not None:
-                    reducer.set_velocity(name, flatten(buffer, parameter).mul_(sign))
+                    flat = flatten(local(buffer), local(parameter), numels[name])
+                    reducer.set_velocity(name, flat.mul_(sign))
             for key, parameter in taken.outsiders:
                 buffer = self._pop_buffer(parameter)
                 if buffer is not None:
-                    self._outside[key] = buffer.detach().float().clone()
+                    self._outside[key] = local(buffer).detach().float().clone()
             for key, noted in _TAKEN.items():
                 group[noted] = getattr(taken, key)
             group["momentum"], group["nesterov"], group["weight_decay"] = 0, False, 0
@@ -135,13 +136,13 @@ class Momentum:
             for name, parameter in taken.members:
                 if velocities is None or name not in velocities:
                     continue
-                buffer = shaped(velocities[name], parameter).to(parameter.device) * _sign(group)
+                buffer = shaped(velocities[name], local(parameter)).to(parameter.device) * _sign(group)
                 if name in self._decay:
                     buffer += self._decay[name]
-                self._optimizer.state[parameter]["momentum_buffer"] = buffer.to(parameter.dtype)
+                self._set_buffer(parameter, buffer)
             for key, parameter in taken.outsiders:
                 if key in self._outside:
-                    self._optimizer.state[parameter]["momentum_buffer"] = self._outside[key].to(parameter.dtype)
+                    self._set_buffer(parameter, self._outside[key])
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """The optimizer's step pre-hook: adds decay momentum to the means.
@@ -215,17 +216,22 @@ class Momentum:
         )
 
     def _taken(self) -> dict[str, Tensor]:
-        return {name: p for group in self._groups for name, p in group.members + group.outsiders}
+        return {name: local(p) for group in self._groups for name, p in group.members + group.outsiders}
 
     def _owners(self, what: str) -> dict[str, Tensor]:
         """The parameters that have such a momentum."""
         if what == "decay_momentum":
-            return {name: p for group in self._groups if group.weight_decay for name, p in group.members}
+            return {name: local(p) for group in self._groups if group.weight_decay for name, p in group.members}
         return {key: p for group in self._groups for key, p in group.outsiders}
 
     def _pop_buffer(self, parameter: Tensor) -> Tensor | None:
         state = self._optimizer.state.get(parameter)
         return None if state is None else state.pop("momentum_buffer", None)
+
+    def _set_buffer(self, parameter: Tensor, values: Tensor) -> None:
+        buffer = torch.empty_like(parameter, requires_grad=False, memory_format=torch.preserve_format)
+        local(buffer).copy_(values)
+        self._optimizer.state[parameter]["momentum_buffer"] = buffer
 
     def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def wrapped() -> Any:
@@ -240,21 +246,23 @@ class Momentum:
         for taken in self._groups:
             m, wd = taken.momentum, taken.weight_decay
             sign = _sign(self._optimizer.param_groups[taken.index])
-            for name, p in taken.members:
-                if wd == 0 or p.grad is None:
+            for name, parameter in taken.members:
+                if wd == 0 or parameter.grad is None:
                     continue
+                p, grad = local(parameter), local(parameter.grad)
                 w = self._decay.get(name)
                 if w is None:
                     w = self._decay[name] = torch.zeros_like(p, dtype=torch.float32)
                 w.mul_(m).add_(p, alpha=wd)
-                p.grad.add_(torch.add(w * m, p, alpha=wd) if taken.nesterov else w, alpha=sign)
-            for key, p in taken.outsiders:
-                if p.grad is None:
+                grad.add_(torch.add(w * m, p, alpha=wd) if taken.nesterov else w, alpha=sign)
+            for key, parameter in taken.outsiders:
+                if parameter.grad is None:
                     continue
-                addend = torch.add(p.grad.float() * sign, p, alpha=wd)
+                p, grad = local(parameter), local(parameter.grad)
+                addend = torch.add(grad.float() * sign, p, alpha=wd)
                 b = self._outside.get(key)
                 b = self._outside[key] = addend.clone() if b is None else b.mul_(m).add_(addend)
-                p.grad.copy_((torch.add(addend, b, alpha=m) if taken.nesterov else b) * sign)
+                grad.copy_((torch.add(addend, b, alpha=m) if taken.nesterov else b) * sign)
 
     def _refuse_own_momentum(self) -> None:
         if not self._is_watched:
