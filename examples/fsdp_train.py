@@ -86,7 +86,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if rank == 0 and (step == args.steps or step % 20 == 0):
-            print(f"step {step}: loss {loss.item():.3f}; {handle.report()}", flush=True)
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    if rank == 0:
+        print(handle.report())
     dist.destroy_process_group()
 
 
