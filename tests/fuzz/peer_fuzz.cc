@@ -4,8 +4,8 @@
 // A case: options, model, then for each call what the peer answers.
 #include <cstring>
 
+#include "model.h"
 #include "reference/wire.h"
-#include "training.h"
 
 namespace thinwire::fuzz {
 namespace {
