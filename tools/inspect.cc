@@ -83,7 +83,8 @@ void describe_values(Json& row, std::span<const float> values, std::span<const s
     most = std::max(most.value_or(values[j]), values[j]);
   }
   row["entries"] = entries;
-  row["bits_per_entry"] = entries == 0 ? Json() : Json(8 * row["bytes"].get<double>() / static_cast<double>(entries));
+  const double data = row["bytes"].get<double>() - wire::kSectionHeader;
+  row["bits_per_entry"] = entries == 0 ? Json() : Json(8 * data / static_cast<double>(entries));
   row["least"] = least ? Json(*least) : Json();
   row["most"] = most ? Json(*most) : Json();
   row["not_finite"] = not_finite;

@@ -35,7 +35,8 @@ std::optional<std::pair<std::string, std::string>> first_difference(const std::s
 std::string printable(std::string text) {
   constexpr std::size_t kLongest = 1000;
   if (text.size() > kLongest) text.replace(kLongest, std::string::npos, " [...]");
-  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
   return text;
 }
 
