@@ -33,7 +33,7 @@ for target in "${targets[@]}"; do
   status=${PIPESTATUS[0]}
   executions=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
   coverage=$(grep -o ' cov: [0-9]*' "$log" | sed -n '1p;$p' | tr -dc '0-9\n' | tr '\n' ' ')
-  read -r first last <<<"$coverage 0 0"
+  read -r first last _ <<<"$coverage 0 0"
   found="nothing found"
   if ((status != 0)); then
     failed=1
