@@ -29,15 +29,15 @@ for target in "${targets[@]}"; do
   printf 'fuzz: %s, %d s\n' "$target" "$seconds"
   build/fuzz/tests/fuzz/fuzz_"$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=2048 -malloc_limit_mb=256 \
     -max_len=4096 -print_final_stats=1 -artifact_prefix="$findings/" "$corpus" "tests/fuzz/corpus/$target" \
-    2>&1 | tee "$log" | grep --line-buffered -E '^#[0-9]+[[:space:]]+pulse'
+    2>&1 | tee "$log" | grep -a --line-buffered -E '^#[0-9]+[[:space:]]+pulse'
   status=${PIPESTATUS[0]}
   executions=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
-  coverage=$(grep -o ' cov: [0-9]*' "$log" | sed -n '1p;$p' | tr -dc '0-9\n' | tr '\n' ' ')
+  coverage=$(grep -a -o ' cov: [0-9]*' "$log" | sed -n '1p;$p' | tr -dc '0-9\n' | tr '\n' ' ')
   read -r first last _ <<<"$coverage 0 0"
   found="nothing found"
   if ((status != 0)); then
     failed=1
-    found="FOUND: $(grep -m 1 -E '^(does not hold|SUMMARY|==[0-9]+== ?ERROR)' "$log" || echo "exit status $status"), see $log"
+    found="FOUND: $(grep -a -m 1 -E '^(does not hold|SUMMARY|==[0-9]+== ?ERROR)' "$log" || echo "exit status $status"), see $log"
   fi
   summary+=("$(printf '%-12s %9s executions, coverage %s -> %s, %s' \
     "$target" "${executions:-0}" "$first" "$last" "$found")")
