@@ -28,18 +28,16 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 def state(**changes: object) -> dict:
     """A state as `state_dict` returns it, small enough to be checked by eye."""
-    return {
+    content = {
         "version": 1,
-        "rank": 1,
-        "world_size": 4,
         "step": 120,
+        "selection": [("fc.weight", 0.875, 3)],
+        "sections": ["residual", "velocity", "decay_momentum"],
         "residual": {"fc.weight": torch.tensor([0.0, -4.0, 0.0, 3.0]), "bias": torch.zeros(1), "none": torch.zeros(0)},
         "velocity": {"fc.weight": torch.tensor([6.0, 0.0, 0.0, 8.0]), "bias": torch.zeros(0)},
-        "selection": {"fc.weight": (0.875, 3)},
         "decay_momentum": {"fc.weight": torch.ones(2, 2)},
-        "outside_momentum": {},
-        **changes,
     }
+    return {"rank_1_of_4": {**content, **changes}}
 
 
 def saved(folder: Path, value: object) -> str:
@@ -53,7 +51,6 @@ def test_what_a_state_holds(tmp_path: Path) -> None:
     assert (status, errors) == (0, "")
     rows = [line.split() for line in text.splitlines() if line]
     assert rows == [
-        ["format", "version", "1"],
         ["rank", "1", "of", "4"],
         ["step", "120"],
         ["parameters", "3,", "5", "elements"],
@@ -119,9 +116,10 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path: Path) -> None:
     for value, words in [
         ({"model": {"w": torch.ones(2)}}, "holds no state of thinwire"),
         (3, "holds no state of thinwire"),
-        (state(residual={"w": 3}), "no whole state of thinwire"),
-        (state(velocity=[1]), "no whole state of thinwire"),
-        (state(selection={"w": 1}), "no whole state of thinwire"),
+        (state(residual={"w": 3}), "the residual of 'w' in the state of rank 1 is of type int"),
+        (state(velocity=[1]), "the velocity in the state of rank 1 is of type list"),
+        (state(selection=[("w", 1)]), "the selection in the state of rank 1 holds ('w', 1)"),
+        (state(version=9), "has version 9"),
         ({"path": Path("x")}, "objects that are not loaded"),
     ]:
         refused(run("inspect", saved(tmp_path, value)), "checkpoint.pt", words)

@@ -8,12 +8,15 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
+from ._errors import Error
+
+if TYPE_CHECKING:
+    from ._state import RankState
 
 _MAGIC = b"THW1"  # of payloads
-_KEYS = {"version", "rank", "world_size", "step", "residual", "velocity"}  # by which a state is known
 _LARGEST = 3  # entries shown of each residual
 
 
@@ -54,17 +57,24 @@ def info() -> Iterator[str]:
 
 def inspect(path: Path) -> Iterator[str]:
     """What the states in a checkpoint hold, in lines. Loads with ``weights_only=True``: nothing in the file runs."""
-    states = list(_states(_load(path), ""))
-    if not states:
-        raise _RefusedError(f"'{path}' holds no state of thinwire: save a handle's state_dict() in it")
-    for number, (place, state) in enumerate(states):
-        if number:
+    checkpoint = _load(path)
+    from ._state import unpack
+
+    empty = True
+    for place, rank, ranks, states in _states(checkpoint, ""):
+        if not empty:
             yield ""
+        empty = False
         try:
-            yield from _describe(state, place)
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            where = f"{place} of '{path}'" if place else f"'{path}'"
-            raise _RefusedError(f"{where} is no whole state of thinwire: {error}") from error
+            state = unpack(states, rank, ranks)
+        except Error as error:
+            raise _RefusedError(f"'{path}': {error}") from error
+        if place:
+            yield f"{'at':<18} {place}"
+        yield f"{'rank':<18} {rank} of {ranks}"
+        yield from _describe(state)
+    if empty:
+        raise _RefusedError(f"'{path}' holds no state of thinwire: save a handle's state_dict() in it")
 
 
 class _RefusedError(Exception):
@@ -90,25 +100,28 @@ def _load(path: Path) -> Any:
         raise _RefusedError(f"'{path}' is no checkpoint that torch.load reads") from error
 
 
-def _states(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The states in a checkpoint and where they stand, however deep."""
+def _states(value: Any, place: str) -> Iterator[tuple[str, int, int, Mapping[str, Any]]]:
+    """Place, rank, number of ranks and the dictionary around each state in a checkpoint, however deep."""
+    from ._state import ranks_in
+
+    children: Any = ()
     if isinstance(value, Mapping):
-        if value.keys() >= _KEYS:
-            yield place, value
+        children = value.items()
+        try:
+            for rank, ranks in ranks_in(value):
+                yield place, rank, ranks, value
             return
-        children: Any = value.items()
+        except Error:
+            pass  # no state is right here
     elif isinstance(value, (list, tuple)):
         children = enumerate(value)
-    else:
-        return
     for key, child in children:
         yield from _states(child, f"{place}[{key!r}]")
 
 
-def _describe(state: Mapping[str, Any], place: str) -> Iterator[str]:
-    residual, velocity = state["residual"], state["velocity"]
-    selection = state.get("selection", {})
-    extra = {key: state.get(key, {}) for key in ("decay_momentum", "outside_momentum")}
+def _describe(state: RankState) -> Iterator[str]:
+    residual, velocity = state.residual, state.velocity
+    extra = {"decay momentum": state.decay_momentum, "outside momentum": state.outside_momentum}
     rows = [("parameter", "numel", "residual", "nonzero", "velocity", "largest entries of the residual")]
     for name, v in residual.items():
         u = velocity.get(name)
@@ -117,25 +130,21 @@ def _describe(state: Mapping[str, Any], place: str) -> Iterator[str]:
             (name, str(v.numel()), _norm(v), _nonzero(v), _norm(u) if has_velocity else "-", " ".join(_largest(v)))
         )
     tensors = [*residual.values(), *velocity.values(), *(t for part in extra.values() for t in part.values())]
-    if place:
-        yield f"{'at':<18} {place}"
-    yield f"{'format version':<18} {state['version']}"
-    yield f"{'rank':<18} {state['rank']} of {state['world_size']}"
-    yield f"{'step':<18} {state['step']}"
+    yield f"{'step':<18} {state.step}"
     yield f"{'parameters':<18} {len(residual)}, {sum(v.numel() for v in residual.values())} elements"
     yield f"{'bytes':<18} {sum(t.numel() * t.element_size() for t in tensors)}"
     for key, part in extra.items():
         if part:
-            yield f"{key.replace('_', ' '):<18} {len(part)} tensors, {sum(t.numel() for t in part.values())} elements"
+            yield f"{key:<18} {len(part)} tensors, {sum(t.numel() for t in part.values())} elements"
     yield ""
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 5)), row[5]]
         yield "  ".join(cells).rstrip()
-    if selection:
+    if state.selection:
         yield ""
         yield "thresholds that serve again: unit, ratio, uses"
-        for name, (ratio, uses) in selection.items():
+        for name, (ratio, uses) in state.selection.items():
             yield f"{name}  {ratio:.4g}  {uses}"
 
 
