@@ -1,8 +1,9 @@
 # Targets with a "##" comment are listed by `make help`.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup python demo test bench format clean
+.PHONY: help setup python demo test bench fuzz format clean
 
+SECONDS_EACH ?= 600
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTHON := .venv/bin/python
 CPP_FILES = $(shell find include src bindings tests tools bench examples -name '*.h' -o -name '*.cc' 2>/dev/null)
@@ -21,6 +22,9 @@ bench: setup  ## time each stage on this machine, next to a read pass over the s
 	cmake --preset release
 	cmake --build --preset release -j $(JOBS) --target thinwire_cli stages_bench
 	build/release/tools/thinwire bench
+
+fuzz: setup  ## search for inputs that break something, each target for SECONDS_EACH (600)
+	@scripts/fuzz.sh $(SECONDS_EACH)
 
 format: setup  ## rewrite C++ and Python sources in the project's format
 	clang-format -i $(CPP_FILES)

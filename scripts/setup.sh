@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-packages=(g++ cmake ninja-build ccache clang-format clang-tidy libhwy-dev libgtest-dev libbenchmark-dev libcli11-dev
+packages=(g++ cmake ninja-build ccache clang libclang-rt-dev clang-format clang-tidy libhwy-dev libgtest-dev libbenchmark-dev libcli11-dev
   nlohmann-json3-dev python3-dev python3-venv dataset-fashion-mnist bible-kjv bible-kjv-text iproute2)
 
 if command -v dpkg-query >/dev/null; then

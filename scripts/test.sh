@@ -104,12 +104,27 @@ tsan() {
   preset tsan
 }
 
+fuzz() { scripts/fuzz.sh 15; }
+
 python_tests() {
   make --no-print-directory python
   [[ -d tests/python ]] || return $kSkipped
   local status=0
   .venv/bin/python -m pytest -q tests/python --junitxml "$reports/pytest.xml" || status=$?
   count "$reports/pytest.xml"
+  return $status
+}
+
+# The binding with sanitizers. Python has none: their runtime is loaded before it, and libstdc++, whose exceptions it sees.
+python_asan() {
+  local status=0
+  cmake --preset asan -DTHINWIRE_PYTHON=ON -DPython_EXECUTABLE="$PWD/.venv/bin/python" >/dev/null
+  cmake --build --preset asan -j "$jobs" --target _thinwire thinwire_python_sources
+  LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/asan/bindings/python \
+    .venv/bin/python -m pytest -q --junitxml "$reports/pytest-asan.xml" \
+    tests/python/test_{package,plan,c10d,bad_input,state,inspect}.py || status=$?
+  count "$reports/pytest-asan.xml"
   return $status
 }
 
@@ -127,7 +142,9 @@ section "C++ tests, optimised" release
 section "install test" install_test
 section "C++ tests, ASan and UBSan" asan
 section "C++ tests, TSan" tsan
+section "fuzz, short" fuzz
 section "Python tests" python_tests
+section "Python tests, ASan" python_asan
 section "demo, short" demo
 
 printf '\n'

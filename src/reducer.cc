@@ -227,8 +227,7 @@ void Reducer::load(const ReducerState& state) {
   for (const auto& [unit, memory] : state.selections)
     require(memory.ratio >= 0 && memory.ratio <= 1,
             "the ratio of unit " + quoted(unit) + " is " + std::to_string(memory.ratio) + ", not in [0, 1]");
-  impl_->pipeline.residual.load(state.parameters);
-  impl_->pipeline.selections = state.selections;
+  impl_->pipeline.load(state);
   impl_->step = state.step;
   impl_->in_step = false;
 }

@@ -112,12 +112,79 @@ def check_info(program: str) -> None:
     assert run(program, "--version").stdout.strip() == info["version"]
 
 
+def section(payload: dict, number: int) -> tuple:
+    row = payload["sections"][number]
+    return row["kind"], row["begin"], row["extent"], row["coding"], row["entries"], row["least"], row["most"]
+
+
+def check_inspect(program: str, folder: Path) -> None:
+    golden = Path(__file__).parent / "golden"
+    payloads = {}
+    for path in golden.glob("*.bin"):
+        done = run(program, "inspect", "--json", str(path))
+        assert done.returncode == 0, (path, done.stderr)
+        payload = payloads[path.stem] = json.loads(done.stdout)
+        size = 64 + 4 * ((payload["slices"] + 31) // 32) * (payload["status"] == "payload")
+        assert (
+            size + sum(row["bytes"] for row in payload["sections"]) == path.stat().st_size == payload["payload_bytes"]
+        )
+        text = run(program, "inspect", str(path)).stdout
+        assert all(name in text for name in payload if name != "sections"), text
+    mixed = payloads["mixed"]
+    assert (mixed["version"], mixed["step"], mixed["job"], mixed["slices"]) == (1, 0x1122334455667788, 3, 2)
+    assert (mixed["options_hash"], mixed["layout_hash"]) == ("0xa1a2a3a4a5a6a7a8", "0xb1b2b3b4b5b6b7b8")
+    assert (mixed["non_finite"], mixed["block_bytes"], mixed["slices_without_gradient"]) == (11, 256, [])
+    assert [section(mixed, i) for i in range(4)] == [
+        ("dense", 0, 2, "f32", 2, 0.0, 0.25),
+        ("dense", 10, 1, "f32", 1, 7.0, 7.0),
+        ("sparse", 2, 8, "raw_u32 x f32", 0, None, None),
+        ("sparse", 11, 9, "raw_u32 x f32", 1, 4.0, 4.0),
+    ]
+    assert mixed["sections"][4]["kind"] == "hashed"
+    assert mixed["sections"][4]["slots"] == 4
+    assert section(payloads["elias_fano_f16"], 0) == ("sparse", 4, 256, "elias_fano x f16", 3, -2.25, 1024.0)
+    # 4 bytes of indices, and four halves of which one fills up; the section's header does not count
+    assert payloads["elias_fano_f16"]["sections"][0]["bits_per_entry"] == 8 * (4 + 8) / 3
+    assert section(payloads["shared_mean"], 2)[3:] == ("raw_u32 x shared_mean", 3, 1.5, 1.5)
+    assert payloads["many_slices"]["slices_without_gradient"] == [i for i in range(35) if i not in (0, 9, 31, 32, 34)]
+    assert {name: payloads[name]["status"] for name in ("relayout", "failed", "empty")} == {
+        "relayout": "relayout",
+        "failed": "failed",
+        "empty": "payload",
+    }
+
+    good = (golden / "sparse.bin").read_bytes()
+    padded = folder / "padded.bin"
+    padded.write_bytes(good + bytes(20))
+    assert json.loads(run(program, "inspect", "--json", str(padded)).stdout)["padding_bytes"] == 20
+    for name, data, words in [
+        ("checksum", good[:70] + b"\xff" + good[71:], "refused at byte 60: checksum does not match"),
+        ("cut", good[:-5], f"refused at byte {len(good) - 5}: payload cut off"),
+        ("short", good[:10], "refused at byte 10: header cut off"),
+        ("nothing", b"", "refused at byte 0: header cut off"),
+        ("text", b"a" * 100, "refused at byte 0: not a thinwire payload"),
+        ("stray", good + b"\0\1", f"refused at byte {len(good) + 1}: bytes behind the payload are not zero"),
+        ("zip", b"PK\x03\x04" + bytes(100), "python -m thinwire inspect"),
+    ]:
+        path = folder / name
+        path.write_bytes(data)
+        done = run(program, "inspect", str(path))
+        assert (done.returncode, done.stdout) == (1, ""), (name, done)
+        assert str(path) in done.stderr, (name, done.stderr)
+        assert words in done.stderr, (name, done.stderr)
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    done = run(program, "inspect", "--numel", "39", str(golden / "sparse.bin"))
+    assert (done.returncode, "section reaches past the bucket" in done.stderr) == (1, True), done
+    assert run(program, "inspect", str(folder / "absent")).returncode not in (0, 1)
+
+
 def main() -> None:
     program = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:
         check_rows(program, Path(folder))
         check_file(program, Path(folder))
         check_refusals(program, Path(folder))
+        check_inspect(program, Path(folder))
     check_info(program)
 
 

@@ -1,4 +1,4 @@
-// The command line tool: thinwire info, thinwire bench.
+// The command line tool: thinwire info, thinwire bench, thinwire inspect.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
@@ -6,6 +6,8 @@
 
 #include "bench.h"
 #include "info.h"
+#include "inspect.h"
+#include "thinwire/error.h"
 #include "workload.h"
 
 int main(int argc, char** argv) {
@@ -45,10 +47,23 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   bench->add_option("--json", options.json, "Write the rows to this file");
 
+  InspectOptions inspected;
+  CLI::App* inspect = app.add_subcommand(
+      "inspect", "Shows what a payload file holds, and checks every byte of it. A refused one is exit status 1.");
+  inspect->add_option("payload", inspected.path, "A payload, with or without its padding")
+      ->required()
+      ->check(CLI::ExistingFile);
+  inspect->add_option("--numel", inspected.numel, "Elements of the bucket that it is for, if they are known");
+  inspect->add_flag("--json", inspected.json, "Print one JSON object");
+
   CLI11_PARSE(app, argc, argv);
   try {
     if (*info) print_info(info_json);
     if (*bench && !run_bench(options)) return 1;
+    if (*inspect) print_payload(inspected);
+  } catch (const thinwire::Error& error) {
+    std::fprintf(stderr, "thinwire: %s\n", error.what());
+    return error.code() == thinwire::ErrorCode::corrupt_payload ? 1 : 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "thinwire: %s\n", error.what());
     return 2;

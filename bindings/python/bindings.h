@@ -38,6 +38,8 @@ Side parse_side(const std::string& name);
 template <class T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+/// A str. What is not UTF-8 shows as U+FFFD: sentences may quote what another rank has sent. Needs the GIL.
+nb::object to_text(const std::string& bytes);
 /// The instance of thinwire.Error for an exception of C++; a Python exception is returned as it is. Needs the GIL.
 nb::object to_python(const std::exception_ptr& error);
 /// The other way: a Python exception as Error. What is not a thinwire.Error becomes `system`, with `doing` (what was

@@ -50,7 +50,7 @@ class PythonCommunicator final : public Communicator {
   void abort(const std::string& reason) noexcept override {
     const nb::gil_scoped_acquire gil;
     try {
-      method("abort")(reason);
+      method("abort")(to_text(reason));
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("thinwire: Communicator.abort");
     } catch (...) {  // not implemented: there is nobody to wake

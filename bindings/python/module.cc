@@ -16,7 +16,7 @@ nb::object error_class() { return nb::module_::import_("thinwire._errors").attr(
 nb::object error_object(ErrorCode code, const char* sentence, std::optional<std::size_t> position) {
   nb::object at = nb::none();
   if (position) at = nb::int_(*position);
-  return error_class()(to_string(code), sentence, at);
+  return error_class()(to_string(code), to_text(sentence), at);
 }
 
 ErrorCode code_of(const std::string& name) {
@@ -37,6 +37,12 @@ void translate(const std::exception_ptr& pointer, void*) {
 }
 
 }  // namespace
+
+nb::object to_text(const std::string& bytes) {
+  PyObject* const text = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+  if (text == nullptr) throw nb::python_error();
+  return nb::steal(text);
+}
 
 nb::object to_python(const std::exception_ptr& error) {
   try {

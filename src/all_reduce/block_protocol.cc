@@ -31,10 +31,20 @@ std::optional<std::pair<std::string, std::string>> first_difference(const std::s
   }
 }
 
+// What a peer says goes into a sentence: one line, not too long, whatever bytes it sent.
+std::string printable(std::string text) {
+  constexpr std::size_t kLongest = 1000;
+  if (text.size() > kLongest) text.replace(kLongest, std::string::npos, " [...]");
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
+  return text;
+}
+
 std::string describe_difference(const std::vector<std::string>& texts, const std::string& what) {
   for (std::size_t r = 1; r < texts.size(); ++r)
     if (const auto lines = first_difference(texts[0], texts[r]))
-      return what + " differ between ranks: rank 0 has " + lines->first + ", " + rank_name(r) + " has " + lines->second;
+      return what + " differ between ranks: rank 0 has " + printable(lines->first) + ", " + rank_name(r) + " has " +
+             printable(lines->second);
   return what + " differ between ranks";
 }
 
@@ -108,7 +118,7 @@ void BlockProtocol::compare(const Offer& offer) {
     }
     const auto rank = static_cast<std::size_t>(failed - headers_.begin());
     const std::vector<std::string> reasons = gather_texts(reason);
-    throw Error(code, rank_name(rank) + " failed in " + job_name(*failed) + ": " + reasons[rank]);
+    throw Error(code, rank_name(rank) + " failed in " + job_name(*failed) + ": " + printable(reasons[rank]));
   }
   if (differs(&PayloadHeader::options_hash))
     throw Error(ErrorCode::remote, describe_difference(gather_texts(*offer.options), "options or parameters"));
@@ -121,14 +131,20 @@ void BlockProtocol::compare(const Offer& offer) {
                 describe_difference(gather_texts(*offer.layout), "the slices of " + job_name(first)));
 }
 
+// Every rank sees the same sizes, so every rank refuses the same ones.
 std::vector<std::string> BlockProtocol::gather_texts(const std::string& mine) {
+  constexpr std::size_t kLongest = std::size_t{1} << 24;
   const auto ranks = static_cast<std::size_t>(communicator_.size());
   std::vector<std::uint64_t> sizes(ranks);
-  const std::uint64_t size = mine.size();
+  const std::uint64_t size = std::min(mine.size(), kLongest);
   communicator_.all_gather(std::as_bytes(std::span(&size, 1)), std::as_writable_bytes(std::span(sizes)));
+  for (std::size_t r = 0; r < ranks; ++r)
+    if (sizes[r] > kLongest)
+      throw Error(ErrorCode::remote, rank_name(r) + " differs from the others or has failed, and announces " +
+                                         std::to_string(sizes[r]) + " bytes to say why");
   const std::size_t longest = std::max<std::uint64_t>(1, *std::max_element(sizes.begin(), sizes.end()));
   std::vector<std::byte> sent(longest);
-  std::memcpy(sent.data(), mine.data(), mine.size());
+  std::memcpy(sent.data(), mine.data(), size);
   std::vector<std::byte> received(ranks * longest);
   communicator_.all_gather(sent, received);
   std::vector<std::string> texts;

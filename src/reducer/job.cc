@@ -154,6 +154,11 @@ void Pipeline::undo_step() noexcept {
   }
 }
 
+void Pipeline::load(const ReducerState& state) {
+  residual.load(state.parameters);
+  selections = selections_before_ = state.selections;
+}
+
 std::set<std::string> Pipeline::names() const {
   std::set<std::string> names;
   for (const auto& [name, policy] : policies_) names.insert(name);

@@ -41,6 +41,8 @@ class Pipeline {
   /// Steps, called while no job runs.
   void begin_step(std::uint64_t step, StepMode mode);
   void undo_step() noexcept;
+  /// Errors: those of Residual::load; then nothing is changed. There is no step to undo afterwards.
+  void load(const ReducerState& state);
   /// What a finished step leaves: the sends of a step with a non-finite gradient are taken back.
   void settle_step() noexcept {
     if (stats.non_finite) undo_step();

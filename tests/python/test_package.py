@@ -290,6 +290,33 @@ class Loopback(thinwire.Communicator):
         raise ValueError("no such luck")
 
 
+class Garbled(Loopback):
+    """Rank 1 of two; the reason that rank 0 sends is not UTF-8."""
+
+    def rank(self) -> int:
+        return 1
+
+    def all_gather(self, block: object, blocks: object) -> None:
+        super().all_gather(block, blocks)
+        if self.gathers == 3:  # a header, how long the reasons are, the reasons
+            np.from_dlpack(blocks)[:4] = [ord("x"), 0xFF, 0xC3, ord("(")]
+
+    def abort(self, reason: str) -> None:
+        self.reason = reason
+
+
+def test_what_a_peer_says_need_not_be_text() -> None:
+    communicator, told = Garbled(), []
+    reducer = thinwire.Reducer(thinwire.top_k(0.1), [("w", 100)], communicator)
+    reducer.begin_step()
+    work = reducer.fail("none", told.append)
+    with pytest.raises(thinwire.Error) as caught:
+        work.wait()
+    expected = "rank 0 failed in step 0, bucket 0: x\ufffd\ufffd("
+    assert (str(caught.value), str(told[0]), communicator.reason) == (expected,) * 3
+    reducer.close()
+
+
 def test_a_communicator_in_python() -> None:
     o = thinwire.top_k(0.1)
     o.dense_below = 0

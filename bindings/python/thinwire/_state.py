@@ -58,7 +58,7 @@ def unpack(state: Mapping[str, Any], rank: int, world_size: int) -> RankState:
     Raises:
         Error: invalid_argument for the state of another rank or number of ranks, or one that is not whole.
     """
-    given = _ranks_in(state)
+    given = ranks_in(state)
     if (rank, world_size) in given:
         return _unpack(state[_key(rank, world_size)], rank)
     if all(ranks != world_size for _, ranks in given):
@@ -144,7 +144,7 @@ def _gather(states: Iterable[Mapping[str, Any]]) -> list[RankState]:
         states = [states]
     found: dict[tuple[int, int], RankState] = {}
     for state in states:
-        for rank, ranks in _ranks_in(state):
+        for rank, ranks in ranks_in(state):
             if (rank, ranks) in found:
                 raise _refused(f"the state of rank {rank} of {ranks} is given twice")
             found[rank, ranks] = _unpack(state[_key(rank, ranks)], rank)
@@ -178,7 +178,7 @@ def _refuse_difference(section: str, first: dict[str, Tensor], other: dict[str, 
             )
 
 
-def _ranks_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+def ranks_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Ranks and world sizes of the states that stand in a dictionary; at least one."""
     if not isinstance(state, Mapping):
         raise _refused(f"the state is of type {type(state).__name__}, expected what state_dict() returned")
