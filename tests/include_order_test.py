@@ -15,7 +15,7 @@ from pathlib import Path
 
 # Modules by rank: a module may include those of a lower rank and itself.
 RANKS: list[list[str]] = [
-    ["version", "error", "types"],
+    ["version", "error", "types", "trace"],
     ["parameter", "sparse_gradient"],
     ["core"],
     ["residual", "select", "codec"],

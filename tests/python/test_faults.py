@@ -189,7 +189,7 @@ class Line(TorchCommunicator):
 
 def corrupted(rank: int, world_size: int, where: str, at: int, step_at: int, bucket_cap: float) -> dict:
     """Trains until an error comes; what FAULTY_RANK sends or gets in step `step_at` is damaged in byte `at`, if any."""
-    thinwire.ddp.TorchCommunicator = Line
+    thinwire._handle.TorchCommunicator = Line
     torch.manual_seed(3)
     model = DistributedDataParallel(models.Mlp(), bucket_cap_mb=bucket_cap)
     handle = thinwire.ddp.attach(model, models.METHODS["top_k"](), timeout=TIMEOUT)
