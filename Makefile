@@ -1,7 +1,7 @@
 # Targets with a "##" comment are listed by `make help`.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup python demo test bench fuzz format clean
+.PHONY: help setup python demo test bench fuzz docs format clean
 
 SECONDS_EACH ?= 600
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -15,7 +15,7 @@ help:  ## what you are reading
 demo: python  ## train on Fashion-MNIST over 4 processes: dense, RedSync, DRAGONN; writes build/demo/report.html
 	$(PYTHON) examples/demo.py
 
-test:  ## format, lint, C++ and Python tests, sanitizers, install test, short demo; about 20 minutes the first time
+test:  ## format, lint, C++ and Python tests, sanitizers, install test, API reference, short demo; about 20 minutes the first time
 	@scripts/test.sh $(ONLY)
 
 bench: setup  ## time each stage on this machine, next to a read pass over the same memory (thinwire bench)
@@ -25,6 +25,9 @@ bench: setup  ## time each stage on this machine, next to a read pass over the s
 
 fuzz: setup  ## search for inputs that break something, each target for SECONDS_EACH (600)
 	@scripts/fuzz.sh $(SECONDS_EACH)
+
+docs: python  ## API reference: build/docs/python from docstrings, build/docs/cpp from headers
+	@scripts/docs.sh
 
 format: setup  ## rewrite C++ and Python sources in the project's format
 	clang-format -i $(CPP_FILES)

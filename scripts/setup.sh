@@ -8,7 +8,7 @@ say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 packages=(g++ cmake ninja-build ccache clang libclang-rt-dev clang-format clang-tidy libhwy-dev libgtest-dev libbenchmark-dev libcli11-dev
-  nlohmann-json3-dev python3-dev python3-venv dataset-fashion-mnist bible-kjv bible-kjv-text iproute2)
+  nlohmann-json3-dev python3-dev python3-venv dataset-fashion-mnist bible-kjv bible-kjv-text iproute2 doxygen)
 
 if command -v dpkg-query >/dev/null; then
   missing=()
@@ -28,7 +28,7 @@ if command -v dpkg-query >/dev/null; then
   fi
 else
   missing=()
-  for tool in c++ cmake ninja clang-format clang-tidy; do
+  for tool in c++ cmake ninja clang-format clang-tidy doxygen; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
   ((${#missing[@]} == 0)) || die "missing ${missing[*]}; install them, Highway, GoogleTest, Google Benchmark, CLI11 and nlohmann-json by hand"

@@ -128,6 +128,8 @@ python_asan() {
   return $status
 }
 
+docs() { make --no-print-directory docs; }
+
 demo() {
   [[ -e examples/demo.py ]] || return $kSkipped
   make --no-print-directory python
@@ -145,6 +147,7 @@ section "C++ tests, TSan" tsan
 section "fuzz, short" fuzz
 section "Python tests" python_tests
 section "Python tests, ASan" python_asan
+section "docs" docs
 section "demo, short" demo
 
 printf '\n'
