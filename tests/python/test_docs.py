@@ -1,8 +1,8 @@
 """Every Python snippet of README.md and docs/*.md runs, and every message that they quote is one of thinwire's.
 
 The line that opens a snippet says where it runs: ```` ```python ranks=2 ```` on that many ranks, connected by Gloo and
-with torchrun's environment variables, all of them in one empty folder; ```` ```python ranks=0 ```` without any. Each is a
-program of its own, after PRELUDE.
+with torchrun's environment variables, all of them in one empty folder; ```` ```python ranks=0 ```` without any, and
+```` ```python ranks=2,3 ```` on two and then, in the same folder, on three. Each is a program of its own, after PRELUDE.
 """
 
 import ast
@@ -11,11 +11,13 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning.pytorch as _  # imported once, before the ranks are forked
 import pytest
 import ranks
 
 import thinwire.ddp
+
+for _name in ("lightning.pytorch", "accelerate"):  # once, before the ranks are forked
+    pytest.importorskip(_name)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,18 +26,35 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRELUDE = """
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
 import thinwire.ddp
 
 torch.manual_seed(1)
 rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-network = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+network = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 loss_fn = nn.functional.cross_entropy
-loader = [(torch.randn(8, 256), torch.randint(10, (8,))) for _ in range(4)]
+loader = DataLoader(TensorDataset(torch.randn(64, 512), torch.randint(10, (64,))), batch_size=8)
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch):
+        return loss_fn(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+module = Module()
 """
 
 
@@ -67,8 +86,8 @@ def execute(rank: int, world_size: int, snippet: SimpleNamespace, folder: Path) 
     names: dict[str, object] = {"__name__": "__main__"}
     exec(PRELUDE, names)
     exec(compiled(snippet), names)
-    if "model" in names and "handle" not in names:  # the rest of the user's script
-        model, optimizer = names["model"], names["optimizer"]
+    if "attach(" in snippet.code and "backward" not in snippet.code:  # the user's loop follows
+        model, optimizer = names.get("model", names["network"]), names["optimizer"]
         for x, y in names["loader"]:
             optimizer.zero_grad()
             names["loss_fn"](model(x), y).backward()
@@ -77,20 +96,20 @@ def execute(rank: int, world_size: int, snippet: SimpleNamespace, folder: Path) 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.where)
 def test_snippet(snippet: SimpleNamespace, tmp_path: Path) -> None:
-    match = re.fullmatch(r"ranks=(\d)", snippet.kind)
+    match = re.fullmatch(r"ranks=(\d(?:,\d)*)", snippet.kind)
     assert match, f"{snippet.where} does not say where it runs: open it with ```python ranks=2"
-    if match[1] == "0":
-        names: dict[str, object] = {}
-        exec(PRELUDE, names)
-        exec(compiled(snippet), names)
-    else:
-        ranks.run(int(match[1]), execute, snippet, tmp_path)
+    for count in map(int, match[1].split(",")):
+        if count == 0:
+            exec(PRELUDE, names := {})
+            exec(compiled(snippet), names)
+        else:
+            ranks.run(count, execute, snippet, tmp_path)
 
 
 def sentences() -> set[str]:
     """The texts in thinwire's sources, cut where something is filled in."""
     found = set()
-    for path in Path(thinwire.__file__).parent.glob("*.py"):
+    for path in (ROOT / "bindings" / "python" / "thinwire").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(" ".join(node.value.split()))
