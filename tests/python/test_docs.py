@@ -2,7 +2,8 @@
 
 The line that opens a snippet says where it runs: ```` ```python ranks=2 ```` on that many ranks, connected by Gloo and
 with torchrun's environment variables, all of them in one empty folder; ```` ```python ranks=0 ```` without any, and
-```` ```python ranks=2,3 ```` on two and then, in the same folder, on three. Each is a program of its own, after PRELUDE.
+```` ```python ranks=2,3 ```` on two and then, in the same folder, on three. Each is a program of its own, after
+PRELUDE.
 """
 
 import ast
@@ -13,8 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
-
-import thinwire.ddp
 
 for _name in ("lightning.pytorch", "accelerate"):  # once, before the ranks are forked
     pytest.importorskip(_name)
@@ -63,7 +62,7 @@ def snippets() -> list[SimpleNamespace]:
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for match in re.finditer(r"^```python(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE):
+        for match in re.finditer(r"^```py(?:thon)?(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE):
             line = text[: match.start()].count("\n") + 1
             where = f"{page.relative_to(ROOT)}:{line}"
             found.append(SimpleNamespace(where=where, kind=match[1].strip(), code=match[2], line=line, page=page))
