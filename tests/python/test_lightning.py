@@ -136,14 +136,15 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> None:
         assert fit(trainer_of(rank, world_size, 4, resumed), Regression(), ckpt_path=folder / name) == straight
         assert resumed.handle.step == 4 * BATCHES - 1
     saved = torch.load(folder / "epoch=1.ckpt", weights_only=True)
-    assert [state["rank"] for state in saved["thinwire"]] == [0, 1]
+    assert [list(state) for state in saved["thinwire"]] == [["rank_0_of_2"], ["rank_1_of_2"]]
 
-    other = [state | {"world_size": 3} for state in saved["thinwire"]]
+    # One that three ranks would have written.
     if rank == 0:
-        torch.save(saved | {"thinwire": other}, folder / "three.ckpt")
+        torch.save(saved | {"thinwire": thinwire.ddp.reshard(saved["thinwire"], 3)}, folder / "three.ckpt")
     torch.distributed.barrier()
-    with pytest.raises(thinwire.Error, match=f"rank {rank} of 2 was given the state of rank {rank} of 3"):
-        fit(trainer_of(rank, world_size, 4, callback()), Regression(), ckpt_path=folder / "three.ckpt")
+    resumed = callback()
+    fit(trainer_of(rank, world_size, 4, resumed), Regression(), ckpt_path=folder / "three.ckpt")
+    assert resumed.handle.step == 4 * BATCHES - 1
 
 
 def test_checkpoints(tmp_path: Path) -> None:
@@ -255,6 +256,6 @@ def test_example() -> None:
     command = [sys.executable, EXAMPLES / "lightning_fashion_mnist.py", "--ranks", "2", "--steps", "150"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    accuracy, report = done.stdout.splitlines()[-2:]
+    (accuracy,) = (line for line in done.stdout.splitlines() if line.startswith("test accuracy"))
     assert float(accuracy.split()[2]) > 70
-    assert "step 149: sparse (201 of 200704 elements" in report
+    assert "step 149: sparse, 201 of 200704 elements" in done.stdout

@@ -35,8 +35,9 @@ class Thinwire(Callback):
     The momentum of the optimizer is taken over as in `thinwire.ddp.attach`. Where there are several optimizers, each
     keeps its own.
 
-    Checkpoints of the trainer hold the states of all ranks, and `fit(ckpt_path=...)` goes on from there. For that,
-    rank 0 gathers 8 bytes per parameter (4 without momentum) from each rank whenever a checkpoint is saved.
+    Checkpoints of the trainer hold the states of all ranks, and `fit(ckpt_path=...)` goes on from there, on any number
+    of ranks (see `thinwire.ddp.reshard`). For that, rank 0 gathers 8 bytes per parameter (4 without momentum) from each
+    rank whenever a checkpoint is saved.
 
     Args:
         options: how to reduce, for example ``thinwire.redsync(density=0.001)``.
@@ -44,8 +45,7 @@ class Thinwire(Callback):
         timeout: longest wait for another rank, as timedelta or in seconds; the backend's default unless given.
 
     Raises:
-        Error: as `thinwire.ddp.attach`, when training starts; invalid_argument for a strategy that is not DDP, and for
-            a checkpoint of another number of ranks.
+        Error: as `thinwire.ddp.attach`, when training starts; invalid_argument for a strategy that is not DDP.
     """
 
     handle: ddp.Handle | None  # from the first training step on, and after training
@@ -67,7 +67,13 @@ class Thinwire(Callback):
         if trainer.world_size == 1:
             return
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
-        self.handle = ddp.attach(trainer.strategy.model, self._options, optimizer, timeout=self._timeout)
+        self.handle = ddp.attach(
+            trainer.strategy.model,
+            self._options,
+            optimizer,
+            timeout=self._timeout,
+            grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
+        )
         if self._loaded is not None:
             self.handle.load_state_dict(self._loaded)
             self._loaded = None
@@ -91,5 +97,5 @@ class Thinwire(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps this rank's state until thinwire is attached."""
         states = checkpoint.get(_KEY)
-        if states:  # a rank that has none takes another's, whose refusal names both numbers of ranks
-            self._loaded = states[trainer.global_rank % len(states)]
+        if states:
+            self._loaded = ddp.reshard(states, trainer.world_size)[trainer.global_rank]
