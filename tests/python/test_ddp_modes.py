@@ -62,7 +62,6 @@ def all_modes(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict:
 CASES = {
     2: [(mode, method) for mode in MODES for method in ("redsync", "dragonn")],
     3: [(mode, method) for mode, method in zip(MODES, ["dragonn_a", "top_k", "redsync"] * 2, strict=True)],
-    4: [(mode, method) for mode, method in zip(MODES, ["top_k", "redsync", "dragonn"] * 2, strict=True)],
 }
 
 
