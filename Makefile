@@ -1,7 +1,7 @@
 # Targets with a "##" comment are listed by `make help`.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup python demo test bench fuzz docs format clean
+.PHONY: help setup python demo test bench fuzz wheel docs format clean
 
 SECONDS_EACH ?= 600
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -25,6 +25,9 @@ bench: setup  ## time each stage on this machine, next to a read pass over the s
 
 fuzz: setup  ## search for inputs that break something, each target for SECONDS_EACH (600)
 	@scripts/fuzz.sh $(SECONDS_EACH)
+
+wheel: setup  ## a wheel that carries Highway with it, tried in an empty environment: build/wheel
+	@scripts/wheel.sh
 
 docs: python  ## API reference: build/docs/python from docstrings, build/docs/cpp from headers
 	@scripts/docs.sh

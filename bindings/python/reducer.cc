@@ -150,12 +150,16 @@ Reducer::Prepare prepare_with(nb::object callback) {
   };
 }
 
-Work reduce(const OwnedReducer& self, Slices slices, const nb::ndarray<>& gradient, nb::object callback,
-            float loss_scale, nb::object prepare) {
-  Reducer& reducer = *self;
+Bucket bucket_of(Slices slices) {
   Bucket bucket;
   bucket.slices.reserve(slices.size());
   for (auto& [name, numel, has_gradient] : slices) bucket.slices.push_back({std::move(name), numel, has_gradient});
+  return bucket;
+}
+
+Work reduce(const OwnedReducer& self, Bucket bucket, const nb::ndarray<>& gradient, nb::object callback,
+            float loss_scale, nb::object prepare) {
+  Reducer& reducer = *self;
   auto view = view_of(gradient);
   auto done = on_done(std::move(callback), gradient);
   auto first = prepare_with(std::move(prepare));
@@ -316,6 +320,13 @@ void bind_reducer(nb::module_& m) {
 With clip_norm the thread that reduces fails the step if it waits before it has given all parameters; others just wait.)")
       .def("done", &Work::done, released);
 
+  nb::class_<Bucket>(m, "Bucket", "What travels together. Made once where a bucket is the same in every step.")
+      .def(
+          "__init__", [](Bucket* self, Slices slices) { new (self) Bucket(bucket_of(std::move(slices))); }, "slices"_a,
+          nb::sig("def __init__(self, slices: collections.abc.Sequence[tuple[str, int, bool]]) -> None"),
+          "slices: (name, numel, has_gradient) in buffer order.");
+  nb::implicitly_convertible<Slices, Bucket>();
+
   nb::class_<OwnedReducer>(m, "Reducer", R"(Error-feedback compression of one model's gradients.
 
     reducer.begin_step()
@@ -341,16 +352,17 @@ every rank's jobs of that step and all later ones raise one Error that names the
 
 "dense": send everything; "flush": average only what waits in the residuals, whatever the buffers hold.
 Errors: the error the last step ended with.)")
-      .def("reduce", &reduce, "slices"_a, "gradient"_a.noconvert(), "on_done"_a = nb::none(), "loss_scale"_a = 1.0f,
+      .def("reduce", &reduce, "bucket"_a, "gradient"_a.noconvert(), "on_done"_a = nb::none(), "loss_scale"_a = 1.0f,
            "prepare"_a = nb::none(),
-           nb::sig("def reduce(self, slices: collections.abc.Sequence[tuple[str, int, bool]], gradient: typing.Any, "
+           nb::sig("def reduce(self, bucket: Bucket | collections.abc.Sequence[tuple[str, int, bool]], gradient: "
+                   "typing.Any, "
                    "on_done: collections.abc.Callable[[thinwire._errors.Error | None], None] | None = None, "
                    "loss_scale: float = 1.0, prepare: collections.abc.Callable[[], float] | None = None) -> Work"),
            R"(gradient <- mean over the ranks of what they send.
 
-slices: (name, numel, has_gradient) in buffer order. gradient: contiguous array [n] of f32, f16 or bf16 in host memory,
+bucket: its slices (name, numel, has_gradient) in buffer order, or a Bucket made of them. gradient: contiguous array [n] of f32, f16 or bf16 in host memory,
 used in place and kept alive until the job is done; not to be touched before. on_done runs on the reducer's thread.
-What is wrong with slices or gradient fails the job, on every rank.
+What is wrong with bucket or gradient fails the job, on every rank.
 loss_scale: a power of two; the gradient holds the true one times it, and is given the mean times it. prepare: runs on the
 reducer's thread before the gradient is read, may wait for it to be filled, and returns the loss scale.)")
       .def("fail", &fail, "reason"_a, "on_done"_a = nb::none(),

@@ -20,6 +20,7 @@ from types import ModuleType
 from . import plan
 from ._errors import Error, ErrorCode
 from ._thinwire import (
+    Bucket,
     Codec,
     Communicator,
     HashedSlots,
@@ -46,6 +47,7 @@ from ._thinwire import (
 from ._thinwire import version as __version__
 
 __all__ = [
+    "Bucket",
     "Codec",
     "Communicator",
     "Error",

@@ -25,7 +25,7 @@ from ._replicas import check_replicas
 from ._report import describe
 from ._staging import Staging, future_for, needs_staging
 from ._state import RankState, pack, unpack
-from ._thinwire import Reducer, ReducerOptions, StepStats, Work
+from ._thinwire import Bucket, Reducer, ReducerOptions, StepStats, Work
 from ._trace import Trace
 from .c10d import TorchCommunicator
 
@@ -249,6 +249,7 @@ class BucketEngine(Engine):
         self._touched: set[int] = set()  # parameters that got a gradient since they were last reduced
         self._backward_began: list[int] = []  # when, in ns; empty before the first gradient
         self._reduced: set[int] = set()  # parameters that have been in a bucket
+        self._layouts: dict[int, tuple[list[int], Bucket]] = {}  # ids of the parameters, by index of the bucket
         self._why_unreduced = why_unreduced
         self._staging = Staging()
         touch = partial(_touch, self._touched, self._backward_began)
@@ -263,14 +264,15 @@ class BucketEngine(Engine):
         self._last_bucket = None if bucket.is_last() else index
 
         future = future_for(buffer)
-        problem = self._problem(index, buffer, parameters)
+        ids = list(map(id, parameters))
+        known = self._layouts.get(index)
+        problem = self._problem(index, buffer, parameters) if known is None or known[0] != ids else None
         if problem is None:
-            slices = [(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters]
-            self._works.append(self._submit(bucket, slices, future))
+            self._works.append(self._submit(bucket, self._bucket(index, ids, parameters), future))
         else:
             self._works.append(self.reducer.fail(problem, partial(_settle, future, partial(future.set_result, buffer))))
-        self._touched.difference_update(map(id, parameters))
-        self._reduced.update(map(id, parameters))
+        self._touched.difference_update(ids)
+        self._reduced.update(ids)
         if bucket.is_last():
             # DDP words a failed future in its own way. What fails in this backward pass is raised as it is, at its end
             # and before DDP looks. There is no such place outside of a backward pass (Join's shadow steps).
@@ -278,16 +280,27 @@ class BucketEngine(Engine):
                 torch.autograd.Variable._execution_engine.queue_callback(self._raise_failure)
         return future.then(_value)
 
-    def _submit(self, bucket: dist.GradBucket, slices: list[tuple[str, int, bool]], future: Future[Tensor]) -> Work:
+    def _bucket(self, index: int, ids: list[int], parameters: list[Tensor]) -> Bucket:
+        """For the reducer; kept for the next step, in which it is most often the same."""
+        known = self._layouts.get(index)
+        is_whole = self._touched.issuperset(ids)
+        if is_whole and known is not None and known[0] == ids:
+            return known[1]
+        made = Bucket([(self._names[id(p)], p.numel(), id(p) in self._touched) for p in parameters])
+        if is_whole:
+            self._layouts[index] = ids, made
+        return made
+
+    def _submit(self, bucket: dist.GradBucket, reduced: Bucket, future: Future[Tensor]) -> Work:
         buffer, read_scale = bucket.buffer(), self._read_scale
         if buffer.is_sparse:  # alone in its bucket
             parameter = bucket.parameters()[0]
             flat = flatten(buffer, parameter, parameter.numel())
             done = partial(_settle, future, lambda: future.set_result(_sparse(flat, parameter, buffer)))
-            return self.reducer.reduce(slices, flat, done, read_scale())
+            return self.reducer.reduce(reduced, flat, done, read_scale())
         if not needs_staging(buffer):
             done = partial(_settle, future, partial(future.set_result, buffer))
-            return self.reducer.reduce(slices, buffer, done, read_scale())
+            return self.reducer.reduce(reduced, buffer, done, read_scale())
         host, wait = self._staging.to_host(bucket.index(), buffer)
 
         def prepare() -> float:
@@ -295,7 +308,7 @@ class BucketEngine(Engine):
             return read_scale()
 
         done = partial(_settle, future, partial(self._staging.to_device, future, host, buffer))
-        return self.reducer.reduce(slices, host, done, prepare=prepare)
+        return self.reducer.reduce(reduced, host, done, prepare=prepare)
 
     def flush(self) -> None:
         """See Handle.flush."""
