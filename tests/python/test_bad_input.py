@@ -1,5 +1,6 @@
 """What is wrong is said in one clear sentence that names the thing, and nothing has changed then."""
 
+import copy
 import re
 
 import models
@@ -335,3 +336,55 @@ def outside_of_the_group(rank: int, world_size: int) -> None:
 
 def test_a_process_outside_of_the_group() -> None:
     ranks.run(2, outside_of_the_group)
+
+
+def spoilt_buffers(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(models.Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    models.loss_of(model, models.Batches(rank)()).backward()
+    optimizer.step()
+    last = list(model.parameters())[-1]
+    before = {p: optimizer.state[p]["momentum_buffer"] for p in model.parameters()}
+    for spoilt, word in (
+        (torch.full_like(last, torch.nan), "not finite"),
+        (torch.zeros(3), r"has the shape \(3,\), expected the shape \(1,\)"),
+        ("buffer", "is 'buffer'"),
+    ):
+        optimizer.state[last]["momentum_buffer"] = spoilt
+        with pytest.raises(thinwire.Error, match=rf"momentum buffer of 'head\.bias' .*{word}"):
+            thinwire.ddp.attach(model, thinwire.top_k(), optimizer)
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        assert all(optimizer.state[p]["momentum_buffer"] is b for p, b in before.items() if p is not last)
+    optimizer.state[last]["momentum_buffer"] = before[last]
+    thinwire.ddp.attach(model, thinwire.top_k(), optimizer)
+
+
+def test_momentum_buffers_that_do_not_fit_leave_the_optimizer_as_it_was() -> None:
+    ranks.run(1, spoilt_buffers)
+
+
+def copied_model(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(models.Mlp())
+    thinwire.ddp.attach(model, thinwire.top_k())
+    twin = copy.deepcopy(model)
+    handle = thinwire.ddp.attach(twin, thinwire.top_k())
+    models.loss_of(twin, models.Batches(rank)()).backward()
+    assert handle.stats().jobs == 1
+
+
+def test_a_copy_of_an_attached_model_may_be_attached() -> None:
+    ranks.run(2, copied_model)
+
+
+def other_optimizers(rank: int, world_size: int) -> None:
+    model, other = DistributedDataParallel(models.Mlp()), models.Mlp()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.02, momentum=0.9)
+    with pytest.raises(thinwire.Error, match=r"none of the model's parameters, such as 'layers\.0\.weight'"):
+        thinwire.ddp.attach(model, thinwire.top_k(), optimizer)
+    with pytest.raises(thinwire.Error, match="optimizer is a list, expected one torch"):
+        thinwire.ddp.attach(model, thinwire.top_k(), [optimizer])
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    ranks.run(1, other_optimizers)

@@ -182,6 +182,19 @@ def skipped_by_a_scaler(rank: int) -> None:
         scaler.update()
 
 
+def discarded_gradients(rank: int) -> None:
+    """Gradients that DDP has not seen, thrown away before the optimizer steps."""
+    training = Training(rank)
+    training.step()
+    training.backward(training.network)
+    training.optimizer.zero_grad()
+    training.handle.flush()
+    training.optimizer.step()
+    training.backward(training.network)
+    training.optimizer.zero_grad()
+    training.optimizer.step()
+
+
 def two_networks(rank: int) -> None:
     """A GAN: the gradients of the generator's loss pass through the critic, which is then trained by itself."""
     generator = Training(rank)
@@ -279,6 +292,7 @@ FINE = [
     shadow_steps,
     other_parameters,
     skipped_by_a_scaler,
+    discarded_gradients,
     two_networks,
     two_optimizers,
     flushed,

@@ -147,8 +147,15 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> None:
     assert resumed.handle.step == 4 * BATCHES - 1
 
 
+def without_ddp(rank: int, world_size: int, folder: Path) -> None:
+    trainer = trainer_of(rank, world_size, 4, callback(), strategy="auto")
+    with pytest.raises(thinwire.Error, match="which a run without DDP would lose"):
+        fit(trainer, Regression(), ckpt_path=folder / "three.ckpt")
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     ranks.run(2, checkpoints, tmp_path)
+    ranks.run(1, without_ddp, tmp_path)
 
 
 def uses(rank: int, world_size: int) -> None:

@@ -239,14 +239,22 @@ def test_a_scaler_that_was_not_given_is_noticed_once(given: bool, enabled: bool,
 
 def refused(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(models.Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    a_part = torch.optim.SGD(model.module.head.parameters(), lr=0.02)
     for scaler, word in (
+        (torch.amp.GradScaler, "grad_scaler is a type"),
         (torch.amp.GradScaler("cpu", growth_factor=1.5), "growth_factor is 1.5"),
         (torch.amp.GradScaler("cpu", init_scale=1000.0), "scale is 1000.0"),
         (2.0, "grad_scaler is a float"),
     ):
         with pytest.raises(thinwire.Error, match=word):
-            thinwire.ddp.attach(model, thinwire.top_k(), grad_scaler=scaler)
-    thinwire.ddp.attach(model, thinwire.top_k(), grad_scaler=torch.amp.GradScaler("cpu"))  # nothing was left behind
+            thinwire.ddp.attach(model, thinwire.top_k(), optimizer, grad_scaler=scaler)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(thinwire.Error, match="give optimizer"):
+        thinwire.ddp.attach(model, thinwire.top_k(), grad_scaler=scaler)
+    with pytest.raises(thinwire.Error, match=r"all the model's parameters, and it lacks 'layers\.0\.weight'"):
+        thinwire.ddp.attach(model, thinwire.top_k(), a_part, grad_scaler=scaler)
+    thinwire.ddp.attach(model, thinwire.top_k(), optimizer, grad_scaler=scaler)  # nothing was left behind
 
 
 def test_a_scaler_that_does_not_fit_is_refused() -> None:

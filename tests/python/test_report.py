@@ -1,6 +1,7 @@
 """handle.report(), handle.trace() and check_replicas_every: seeing what happens."""
 
 import json
+import shutil
 from pathlib import Path
 
 import models
@@ -92,6 +93,31 @@ def test_a_trace_shows_every_bucket_against_the_backward_pass(tmp_path: Path) ->
     assert json.loads((tmp_path / "last.json").read_text())["traceEvents"]
 
 
+def unwritable(rank: int, world_size: int, folder: str) -> None:
+    """A trace that cannot be written is an error, and everything else of detach is done."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(models.Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
+    handle = thinwire.ddp.attach(model, models.METHODS["top_k"](), optimizer)
+    with pytest.raises(IsADirectoryError):
+        handle.trace(folder)
+    gone = Path(folder, "gone")
+    gone.mkdir()
+    handle.trace(gone / "trace.json")
+    models.loss_of(model, models.Batches(rank)()).backward()
+    optimizer.step()
+    shutil.rmtree(gone)
+    with pytest.raises(FileNotFoundError):
+        handle.detach()
+    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"]) == (0.9, 0.01)
+    assert all("momentum_buffer" in optimizer.state[p] for p in model.parameters())
+    handle.detach()
+
+
+def test_a_trace_that_cannot_be_written_does_not_keep_the_momentum(tmp_path: Path) -> None:
+    ranks.run(1, unwritable, str(tmp_path))
+
+
 def strayed(rank: int, world_size: int) -> None:
     model, _, step = make(rank, models.METHODS["top_k"](), check_replicas_every=3)
     for _ in range(5):
@@ -107,10 +133,13 @@ def test_replicas_that_differ_are_noticed() -> None:
     ranks.run(3, strayed)
 
 
-def test_checking_replicas_needs_an_optimizer() -> None:
+def test_checking_replicas_needs_an_optimizer_and_a_number_of_steps() -> None:
     def attach(rank: int, world_size: int) -> None:
         model = DistributedDataParallel(models.Mlp())
         with pytest.raises(thinwire.Error, match="give optimizer"):
             thinwire.ddp.attach(model, thinwire.top_k(), check_replicas_every=1)
+        for odd in (-1, 2.5, None, "a"):
+            with pytest.raises(thinwire.Error, match="expected a number of steps"):
+                thinwire.ddp.attach(model, thinwire.top_k(), check_replicas_every=odd)
 
     ranks.run(1, attach)

@@ -62,10 +62,10 @@ class Engine:
         numels: Mapping[str, int] | None = None,
     ) -> None:
         options.validate()
-        if check_replicas_every and optimizer is None:
-            raise Error(ErrorCode.invalid_argument, "check_replicas_every counts the optimizer's steps: give optimizer")
-        self._scale = LossScale(grad_scaler)
         _check_parameters(parameters)
+        _check_optimizer(optimizer, parameters)
+        _check_interval(check_replicas_every, optimizer)
+        self._scale = LossScale(grad_scaler, optimizer, parameters)
         self._parameters = dict(parameters)
         self._numels = {name: p.numel() for name, p in parameters.items()} if numels is None else dict(numels)
         self._names = {id(p): name for name, p in parameters.items()}
@@ -153,18 +153,20 @@ class Engine:
             if self._momentum is not None and not self._communicator.dead:
                 velocities = self._mean_velocities()
         finally:
-            self.close()
-            if self._momentum is not None:
-                self._momentum.give_back(velocities)
+            try:
+                self.close()
+            finally:
+                if self._momentum is not None:
+                    self._momentum.give_back(velocities)
 
     def close(self) -> None:
         """Waits for the jobs in the queue and stops the thread. Leaves the optimizer as it is."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.reducer.close()
         if self._trace is not None:
             self._trace.stop()
-        self.reducer.close()
 
     def _begin_step(self, mode: Literal["scheduled", "flush"] = "scheduled") -> None:
         self._unreduced = None
@@ -313,6 +315,7 @@ class BucketEngine(Engine):
     def flush(self) -> None:
         """See Handle.flush."""
         self._last_bucket = None
+        self._touched.clear()  # what was there is replaced
         super().flush()
 
     def _raise_failure(self) -> None:
@@ -341,7 +344,8 @@ class BucketEngine(Engine):
         it has reduced others.
         """
         left = self._touched & self._reduced if self._reduced else self._touched
-        used = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in left] if left else []
+        stepped = [p for group in optimizer.param_groups for p in group["params"]] if left else []
+        used = [id(p) for p in stepped if id(p) in left and p.grad is not None]
         if not used:
             return
         self._touched.difference_update(used)
@@ -364,6 +368,32 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
+def _check_optimizer(optimizer: Optimizer | None, parameters: Mapping[str, Tensor]) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise Error(
+            ErrorCode.invalid_argument,
+            f"optimizer is a {type(optimizer).__name__}, expected one torch.optim.Optimizer, or None",
+        )
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in own for p in parameters.values()):
+        raise Error(
+            ErrorCode.invalid_argument,
+            f"the optimizer has none of the model's parameters, such as '{next(iter(parameters))}'",
+        )
+
+
+def _check_interval(check_replicas_every: int, optimizer: Optimizer | None) -> None:
+    if not isinstance(check_replicas_every, int) or check_replicas_every < 0:
+        raise Error(
+            ErrorCode.invalid_argument,
+            f"check_replicas_every is {check_replicas_every!r}, expected a number of steps, or 0 for never",
+        )
+    if check_replicas_every and optimizer is None:
+        raise Error(ErrorCode.invalid_argument, "check_replicas_every counts the optimizer's steps: give optimizer")
+
+
 def _touch(touched: set[int], began: list[int], parameter: Tensor) -> None:
     if not began:
         began.append(time.monotonic_ns())
@@ -371,10 +401,12 @@ def _touch(touched: set[int], began: list[int], parameter: Tensor) -> None:
 
 
 def _settle(future: Future[Tensor], succeed: Callable[[], None], error: Error | None) -> None:
-    if error is None:
+    try:
+        if error is not None:
+            raise error
         succeed()
-    else:
-        future.set_exception(error)
+    except Exception as failure:  # a future that is never settled would never be done
+        future.set_exception(failure)
 
 
 def _sparse(mean: Tensor, parameter: Tensor, like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from collections.abc import Mapping
@@ -165,8 +166,9 @@ _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    for handle in list(_handles):
-        handle.close()
+    with contextlib.ExitStack() as stack:  # all of them, whatever one of them raises
+        for handle in list(_handles):
+            stack.callback(handle.close)
 
 
 def unwrap(optimizer: Optimizer | None) -> Optimizer | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,12 +20,16 @@ class LossScale:
 
     Args:
         scaler: a torch.amp.GradScaler or one like it; None where there is none.
+        optimizer: what it steps.
+        parameters: by name, those that are reduced.
 
     Raises:
-        Error: invalid_argument for something else, or one whose scale or factors are no powers of two.
+        Error: invalid_argument for something else, one whose scale or factors are no powers of two, or an optimizer
+            that does not have all the parameters: the scaler skips one optimizer and not another, but a step is taken
+            back as a whole.
     """
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: Any, optimizer: Optimizer | None, parameters: Mapping[str, Tensor]) -> None:
         self._scaler = scaler
         self._last = math.inf  # the scale of the last step
         self._stepped = False  # the optimizer, since the last step began
@@ -33,16 +37,25 @@ class LossScale:
         self._warns = scaler is None
         if scaler is None:
             return
-        if not hasattr(scaler, "get_scale") or not hasattr(scaler, "is_enabled"):
+        if isinstance(scaler, type) or not hasattr(scaler, "get_scale") or not hasattr(scaler, "is_enabled"):
             raise Error(
                 ErrorCode.invalid_argument,
                 f"grad_scaler is a {type(scaler).__name__}, expected a torch.amp.GradScaler",
             )
         if not scaler.is_enabled():
             return
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+        for name, parameter in parameters.items():
+            if id(parameter) not in owned:
+                raise Error(
+                    ErrorCode.invalid_argument,
+                    f"grad_scaler needs the optimizer that has all the model's parameters, and it lacks '{name}'"
+                    if optimizer is not None
+                    else "grad_scaler needs the optimizer whose steps the scaler skips: give optimizer",
+                )
         for what in ("scale", "growth_factor", "backoff_factor"):
             value = getattr(scaler, f"get_{what}", lambda: 1.0)()
-            if math.frexp(value)[0] != 0.5:
+            if not isinstance(value, float | int) or math.frexp(value)[0] != 0.5:
                 raise Error(
                     ErrorCode.invalid_argument,
                     f"the gradient scaler's {what} is {value}, which must be a power of two: then scaling leaves no "
@@ -56,9 +69,9 @@ class LossScale:
         if self._warns and _is_called_by_scaler():
             self._warns = False
             warnings.warn(
-                "a GradScaler scales the loss and thinwire was not told: residuals keep the scale of their step, and a "
-                "step that the scaler skips for a reason of its own is lost; give it to "
-                "attach(..., grad_scaler=scaler)",
+                "a GradScaler scales the loss and thinwire was not told: residuals keep the scale of their step, "
+                "clip_norm clips the scaled gradient, and a step that the scaler skips for a reason of its own is "
+                "lost; give it to attach(..., grad_scaler=scaler)",
                 stacklevel=6,
             )
 

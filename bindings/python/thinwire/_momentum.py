@@ -109,7 +109,14 @@ class Momentum:
         return extended
 
     def take(self, reducer: Reducer, numels: Mapping[str, int]) -> None:
-        """Sets the optimizer's own to 0; momentum buffers become the velocities of this rank, [numel] by name."""
+        """Sets the optimizer's own to 0; momentum buffers become the velocities of this rank, [numel] by name.
+
+        Raises:
+            Error: invalid_argument for a buffer that is none of the parameter's; then the optimizer is as it was.
+        """
+        for taken in self._groups:
+            for name, parameter in taken.members + taken.outsiders:
+                self._check_buffer(name, parameter)
         for taken in self._groups:
             group = self._optimizer.param_groups[taken.index]
             sign = _sign(group)
@@ -199,7 +206,7 @@ class Momentum:
                     raise Error(
                         ErrorCode.invalid_argument, f"the saved {what} of '{name}' fits no parameter of the optimizer"
                     )
-                if not values.isfinite().all():
+                if not values.float().isfinite().all():
                     raise Error(
                         ErrorCode.invalid_argument, f"the saved {what} of '{name}' holds a value that is not finite"
                     )
@@ -223,6 +230,23 @@ class Momentum:
         if what == "decay_momentum":
             return {name: local(p) for group in self._groups if group.weight_decay for name, p in group.members}
         return {key: p for group in self._groups for key, p in group.outsiders}
+
+    def _check_buffer(self, name: str, parameter: Tensor) -> None:
+        buffer = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+        if buffer is None:
+            return
+        if not isinstance(buffer, Tensor) or buffer.shape != parameter.shape:
+            what = f"has the shape {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else f"is {buffer!r}"
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"the optimizer's momentum buffer of '{name}' {what}, expected the shape {tuple(parameter.shape)}",
+            )
+        values = local(buffer).float()
+        if not (values.coalesce().values() if values.is_sparse else values).isfinite().all():
+            raise Error(
+                ErrorCode.invalid_argument,
+                f"the optimizer's momentum buffer of '{name}' holds a value that is not finite",
+            )
 
     def _pop_buffer(self, parameter: Tensor) -> Tensor | None:
         state = self._optimizer.state.get(parameter)

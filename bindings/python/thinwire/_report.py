@@ -23,12 +23,12 @@ def describe(stats: StepStats, norms: Sequence[tuple[int, float]], scale: float)
     saved = f", {s.dense_bytes / s.bytes_sent:.1f} times less than dense f32" if s.active and s.bytes_sent else ""
     lines.append(f"sent      {_bytes(s.bytes_sent)}{saved}, in {s.calls} calls for {s.jobs} buckets")
     if s.small_bytes_sent:
-        lines[-1] += f"; {_bytes(s.small_bytes_sent)} of it small tensors, which are always dense"
+        lines[-1] += f"; {_bytes(s.small_bytes_sent)} of it tensors that are always dense"
     lines.append(f"density   {s.density:.3%} of the compressed parameters")
     if norms:
         earlier = f", {norms[0][1]:.1f} times at step {norms[0][0]}" if len(norms) > 1 else ""
         lines.append(f"residual  {norms[-1][1]:.1f} times the gradient's norm at step {norms[-1][0]}{earlier}")
-    if s.clip_factor < 1:
+    if s.clip_factor < 1 or s.clip_wait_seconds > 0:
         lines.append(f"clipping  the gradient times {s.clip_factor:.3g}; {_ms(s.clip_wait_seconds)} of overlap lost")
     if scale != 1:
         lines.append(f"scale     the loss times {scale:g}; residuals are in true units")

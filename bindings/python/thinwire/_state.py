@@ -131,6 +131,8 @@ def _share(old: list[dict[str, Tensor]], rank: int, world_size: int, scale: floa
         for tensors in old[rank::world_size]:
             total += tensors[name]
         result[name] = (total * scale).float()
+        if not result[name].isfinite().all():
+            raise _refused(f"what the ranks' states have of '{name}' adds up to a value that is not finite")
     return result
 
 
@@ -142,6 +144,8 @@ def _gather(states: Iterable[Mapping[str, Any]]) -> list[RankState]:
     """All ranks' states of one step, in rank order."""
     if isinstance(states, Mapping):
         states = [states]
+    if not isinstance(states, Iterable):
+        raise _refused(f"states is {states!r}, expected the states of all ranks")
     found: dict[tuple[int, int], RankState] = {}
     for state in states:
         for rank, ranks in ranks_in(state):
@@ -162,7 +166,7 @@ def _gather(states: Iterable[Mapping[str, Any]]) -> list[RankState]:
     for rank, state in enumerate(old):
         if state.step != old[0].step:
             raise _refused(f"the state of rank {rank} is of step {state.step}, that of rank 0 of step {old[0].step}")
-        for section in ("residual", "velocity"):
+        for section in _SECTIONS:
             _refuse_difference(section, getattr(old[0], section), getattr(state, section), rank)
     return old
 
@@ -192,14 +196,16 @@ def _unpack(content: Any, rank: int) -> RankState:
     of = f"the state of rank {rank}"
     if not isinstance(content, Mapping):
         raise _refused(f"{of} is of type {type(content).__name__}, expected a dictionary")
-    if content.get("version") != _VERSION:
+    if type(content.get("version")) is not int or content["version"] != _VERSION:
         raise _refused(f"{of} has version {content.get('version')!r}, expected {_VERSION}")
     sections = content.get("sections", [])
-    wanted = ["step", "selection", "sections", "residual", *(sections if isinstance(sections, list) else [])]
+    if not isinstance(sections, list) or not all(section in _SECTIONS for section in sections):
+        raise _refused(f"the sections in {of} are {sections!r}, expected a list of names")
+    wanted = ["step", "selection", "sections", "residual", *sections]
     missing = [key for key in wanted if key not in content]
     if missing:
         raise _refused(f"{of} lacks {missing[0]!r}: it is not whole")
-    if not _is_count(content["step"], 64):
+    if not _is_count(content["step"], 63):
         raise _refused(f"the step in {of} is {content['step']!r}, expected a number of steps")
     return RankState(
         step=content["step"],
@@ -225,7 +231,10 @@ def _tensors(values: Any, section: str, of: str) -> dict[str, Tensor]:
     if not isinstance(values, Mapping):
         raise _refused(f"the {section} in {of} is of type {type(values).__name__}, expected tensors by name")
     for name, value in values.items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
+        if not isinstance(name, str) or not name.isprintable():
+            raise _refused(f"the {section} in {of} has the name {name!r}, expected that of a parameter")
+        is_tensor = isinstance(value, Tensor) and value.layout == torch.strided and value.is_floating_point()
+        if not is_tensor or value.is_meta:
             what = f"{value.dtype}".removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
             raise _refused(f"the {section} of '{name}' in {of} is of type {what}, expected a float32 tensor")
     return dict(values)

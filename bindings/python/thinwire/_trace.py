@@ -23,7 +23,7 @@ class Trace:
         text = os.fspath(path)
         self._path = Path(text.replace("{rank}", str(rank))) if rank == 0 or "{rank}" in text else None
         if self._path is not None:
-            self._path.touch()  # fails now rather than at the end
+            self._path.open("a").close()  # fails now rather than at the end
         self._reducer = reducer
         self._rank = rank
         self._done = done

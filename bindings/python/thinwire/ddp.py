@@ -50,7 +50,9 @@ class HookState(Handle):
         process_group: the ranks that take part; the default group unless given.
         timeout: longest wait for another rank, as timedelta or in seconds; the backend's default unless given.
         grad_scaler: the torch.amp.GradScaler that scales the loss, where there is one. Residuals are then kept in true
-            units, and a step that the scaler skips is taken back: what it would have sent stays in the residuals.
+            units, and a step that the scaler skips is taken back: what it would have sent stays in the residuals. Needs
+            the optimizer, and all of the model's parameters in it. A skip shows in a lowered scale: save states after
+            ``scaler.update()``, and do not raise the scale by hand after a skip.
         check_replicas_every: for finding faults: after every so many steps of the optimizer, a checksum of all
             parameters is compared over the ranks, and the first one that differs is named. Not under Join.
 
@@ -190,8 +192,11 @@ def attach(
         ErrorCode.invalid_argument,
         "the model has a communication hook already, and DDP takes only one: attach thinwire instead of it",
     )
-    if getattr(inner, "_comm_hooks", None):
+    hooks = getattr(inner, "_comm_hooks", [])
+    if any(registered is not hook for registered, _ in hooks):
         raise taken
+    listed = list(hooks)
+    hooks.clear()  # a copied model has the list of the original, but not its hook
     handle = HookState(
         options,
         parameters,
@@ -203,7 +208,8 @@ def attach(
     )
     try:
         inner.register_comm_hook(handle, hook)
-    except RuntimeError as error:  # a hook that DDP does not list
+    except RuntimeError as error:
+        hooks[:] = listed
         handle.detach()
         raise taken from error
     handle._model = weakref.ref(inner)

@@ -185,11 +185,11 @@ class _ShardEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See Handle.load_state_dict."""
-        if self._shard_key() not in state:
+        if not isinstance(state, Mapping) or self._shard_key() not in state:
+            has = ", ".join(map(repr, state)) if isinstance(state, Mapping) and state else "nothing of the kind"
             raise Error(
                 ErrorCode.invalid_argument,
-                f"the state lacks {self._shard_key()!r} and has {', '.join(map(repr, state))}: each rank saves and "
-                "loads its own",
+                f"the state lacks {self._shard_key()!r} and has {has}: each rank saves and loads its own",
             )
         super().load_state_dict(state[self._shard_key()])
 

@@ -12,8 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from . import ddp
+from ._errors import Error, ErrorCode
 from ._thinwire import ReducerOptions
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ _KEY = "thinwire"  # in checkpoints
 
 
 class Thinwire(Callback):
-    """Attaches thinwire to the model when ``trainer.fit`` starts to train. Without effect in a run of one process.
+    """Attaches thinwire to the model when ``trainer.fit`` starts to train. Without effect in a run without
+    DDP on one device.
 
     The momentum of the optimizer is taken over as in `thinwire.ddp.attach`. Where there are several optimizers, each
     keeps its own.
@@ -41,11 +45,12 @@ class Thinwire(Callback):
 
     Args:
         options: how to reduce, for example ``thinwire.redsync(density=0.001)``.
-        flush: whether to apply what waits in the residuals when training ends, in one more step of the optimizers.
+        flush: whether to apply what waits in the residuals when training ends, in one more step of SGD.
         timeout: longest wait for another rank, as timedelta or in seconds; the backend's default unless given.
 
     Raises:
-        Error: as `thinwire.ddp.attach`, when training starts; invalid_argument for a strategy that is not DDP.
+        Error: as `thinwire.ddp.attach`, when training starts; invalid_argument for a strategy that is not DDP, and
+            for a checkpoint with thinwire's state in a run without DDP.
     """
 
     handle: ddp.Handle | None  # from the first training step on, and after training
@@ -64,7 +69,13 @@ class Thinwire(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches: DDP wraps the model and optimizers are restored before this."""
-        if trainer.world_size == 1:
+        if not isinstance(trainer.strategy.model, DistributedDataParallel) and trainer.world_size == 1:
+            if self._loaded is not None:
+                raise Error(
+                    ErrorCode.invalid_argument,
+                    "the checkpoint holds momentum and residuals of thinwire, which a run without DDP would lose: use "
+                    "strategy='ddp', with one device too",
+                )
             return
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         self.handle = ddp.attach(
@@ -72,7 +83,7 @@ class Thinwire(Callback):
             self._options,
             optimizer,
             timeout=self._timeout,
-            grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
+            grad_scaler=None if optimizer is None else getattr(trainer.precision_plugin, "scaler", None),
         )
         if self._loaded is not None:
             self.handle.load_state_dict(self._loaded)
@@ -83,7 +94,8 @@ class Thinwire(Callback):
         if self._flush and self.handle is not None:
             self.handle.flush()
             for optimizer in trainer.optimizers:
-                optimizer.step()
+                if isinstance(optimizer, SGD):  # others would take the small rest for a whole gradient
+                    optimizer.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Lightning calls it on every rank, and writes the checkpoint of rank 0."""
