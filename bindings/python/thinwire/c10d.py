@@ -120,7 +120,7 @@ class TorchCommunicator(Communicator):
     def _explain(self, what: str, error: Exception, seconds: float) -> Error:
         me, text = f"rank {self._rank} of {self._size}", str(error).strip()
         lowered = text.lower()
-        if "timed out" in lowered or "timeout" in lowered:
+        if isinstance(error, RuntimeError) and ("timed out" in lowered or "timeout" in lowered):
             return Error(
                 ErrorCode.timeout,
                 f"{me} waited {seconds:.1f} s in {what} for the other ranks, and not all of them came",
@@ -151,7 +151,7 @@ def _new_group(parent: dist.ProcessGroup | None, timeout: timedelta | float | No
             )
     return dist.new_group(
         dist.get_process_group_ranks(parent),
-        timeout=timeout,
+        **({} if timeout is None else {"timeout": timeout}),  # of which older versions take no None
         backend=backend,
         use_local_synchronization=backend != "mpi",  # which MPI does not have
     )
