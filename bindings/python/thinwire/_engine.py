@@ -327,6 +327,13 @@ class BucketEngine(Engine):
             self._trace.note("backward pass", "training loop", began, end)
             self._trace.note("wait for the means", "training loop", end)
 
+    def _before_optimizer_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        for work in self._works:  # torch 2.1 drops what `_raise_failure` raises
+            work.wait()
+        return super()._before_optimizer_step(optimizer, args, kwargs)
+
     def _problem(self, index: int, buffer: Tensor, parameters: list[Tensor]) -> str | None:
         """Why this bucket cannot be reduced, or None."""
         unknown = [p for p in parameters if id(p) not in self._names]
