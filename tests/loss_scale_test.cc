@@ -109,10 +109,10 @@ TEST(LossScale, AMeanThatIsTooLargeUndoesTheStep) {
     float scale;
   };
   for (const Case& c : {Case{DType::f16, 60000.0f, 1.0f}, Case{DType::f32, 1100.0f, 0x1p117f}})
-    for (ReducerOptions options : {dense(), options_with(TopK{0.1})})
+    for (ReducerOptions options : {dense(), options_with(TopK{0.1})}) {
+      options.momentum = 0.9f;
+      options.momentum_masking = false;
       run_ranks(3, [&](Communicator& communicator) {
-        options.momentum = 0.9f;
-        options.momentum_masking = false;
         Reducer reducer(options, kOne, communicator);
         const std::vector<float> gradient(2000, c.value);
         for (int step = 0; step < 2; ++step) {
@@ -127,6 +127,7 @@ TEST(LossScale, AMeanThatIsTooLargeUndoesTheStep) {
         const double sent_before = options.all_reduce == SparseAllReduce::dense ? 2000.0 : 200.0;
         EXPECT_NEAR(waits, c.value * (2000 * 2.9 - sent_before), c.value);
       });
+    }
 }
 
 TEST(Prepare, RunsBeforeTheGradientIsReadAndMaySetTheScale) {
