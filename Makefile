@@ -15,7 +15,7 @@ help:  ## what you are reading
 demo: python  ## train on Fashion-MNIST over 4 processes: dense, RedSync, DRAGONN; writes build/demo/report.html
 	$(PYTHON) examples/demo.py
 
-test:  ## format, lint, C++ and Python tests, sanitizers, install test, API reference, short demo; about 20 minutes the first time
+test:  ## format, lint, C++ and Python tests, sanitizers, install test, API reference, short demo; about 40 minutes on two cores the first time
 	@scripts/test.sh $(ONLY)
 
 bench: setup  ## time each stage on this machine, next to a read pass over the same memory (thinwire bench)
