@@ -100,8 +100,9 @@ struct Reducer::Impl {
     job->work->before_wait = [this, caller = std::this_thread::get_id()] {
       if (std::this_thread::get_id() == caller) end_holding();
     };
+    const std::exception_ptr failure = job->failure;  // from here on it is the lane's
     lane.submit([this, job] { pipeline.measure(*job); });
-    if (job->failure) fail_held(job->failure);
+    if (failure) fail_held(failure);
     if (held.complete()) release_held();
   }
 
@@ -112,7 +113,9 @@ struct Reducer::Impl {
 
   // What has come is a part of the gradient, whose norm says nothing.
   void fail_held(const std::exception_ptr& failure) {
-    for (const std::shared_ptr<Job>& job : held.jobs()) job->failure = failure;
+    lane.submit([jobs = held.jobs(), failure] {
+      for (const std::shared_ptr<Job>& job : jobs) job->failure = failure;
+    });
   }
 
   // Somebody waits, and the rest of the gradient has not come.

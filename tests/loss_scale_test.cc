@@ -172,5 +172,20 @@ TEST(Prepare, FailsTheJobOnEveryRankByThrowing) {
     });
 }
 
+// Under local clipping a gradient is prepared while the caller still gives others, or gives up.
+TEST(Prepare, MayFailWhileTheCallerGivesUp) {
+  for (int round = 0; round < 20; ++round)
+    run_ranks(1, [](Communicator& communicator) {
+      ReducerOptions options = top_k(0.1);
+      options.clip_norm = 1.0f;
+      Reducer reducer(options, model(), communicator);
+      reducer.begin_step();
+      GradientBuffer buffer(gradient_of(two_buckets()[0], 0, 0));
+      const auto prepare = [](GradientView&) { throw Error(ErrorCode::system, "the copy to the host failed"); };
+      Work work = reducer.reduce(two_buckets()[0], buffer.view(), {}, prepare);
+      EXPECT_THROW(work.wait(), Error);
+    });
+}
+
 }  // namespace
 }  // namespace thinwire::test

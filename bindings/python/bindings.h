@@ -27,6 +27,7 @@ void bind_options(nb::module_& m);
 void bind_presets(nb::module_& m);
 void bind_communicator(nb::module_& m);
 void bind_reducer(nb::module_& m);
+void bind_stats(nb::module_& m);
 void bind_plan(nb::module_& m);
 /// Closes all reducers of this process; for interpreter exit, while their threads can still take the GIL.
 void close_reducers();

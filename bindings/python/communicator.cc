@@ -53,7 +53,7 @@ class PythonCommunicator final : public Communicator {
       method("abort")(to_text(reason));
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("thinwire: Communicator.abort");
-    } catch (...) {  // not implemented: there is nobody to wake
+    } catch (...) {  // a class without abort: the other ranks wait until their time-out
     }
   }
 

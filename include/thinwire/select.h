@@ -60,8 +60,8 @@ struct HashedSlots {
 /// count is checked: beyond capacity the largest are kept, below k/2 the search is repeated, as a fallback.
 struct ThresholdSearch {
   double density = 0.001;
-  std::uint32_t reuse_interval =
-      5;  ///< selections that one search serves, itself included; 1: each searches, and nothing is remembered
+  /// Selections that one search serves, itself included; 1: each searches, and nothing is remembered.
+  std::uint32_t reuse_interval = 5;
   friend bool operator==(const ThresholdSearch&, const ThresholdSearch&) = default;
 };
 

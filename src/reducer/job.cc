@@ -166,6 +166,7 @@ std::set<std::string> Pipeline::names() const {
 }
 
 void Pipeline::measure(Job& job) {
+  if (job.failure) return;
   try {
     prepare(job);
     check_gradient(job);

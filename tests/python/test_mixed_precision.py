@@ -265,7 +265,7 @@ def staged(rank: int, world_size: int) -> None:
     """By way of host buffers, as on a device without kernels: the same bits."""
     results = []
     for stage in (False, True):
-        thinwire._engine.needs_staging = lambda tensor, stage=stage: stage
+        thinwire._buckets.needs_staging = lambda tensor, stage=stage: stage
         results.append(scaled_run(rank, [2.0 ** (step % 3) for step in range(12)]))
     assert results[0] == results[1]
 

@@ -9,7 +9,7 @@ import ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import thinwire._engine
+import thinwire._buckets
 import thinwire.ddp
 
 LIMIT = 1.5e-3  # seconds; several times what an idle machine needs, and less than one copy of such a bucket
@@ -41,8 +41,8 @@ def overhead(rank: int, world_size: int) -> tuple[float, int]:
 
         return wrapped
 
-    thinwire._engine.BucketEngine.reduce = timed(thinwire._engine.BucketEngine.reduce)
-    thinwire._engine._settle = timed(thinwire._engine._settle)
+    thinwire._buckets.BucketEngine.reduce = timed(thinwire._buckets.BucketEngine.reduce)
+    thinwire._buckets._settle = timed(thinwire._buckets._settle)
     model = DistributedDataParallel(Wide(), bucket_cap_mb=100)
     thinwire.ddp.attach(model, thinwire.top_k(0.001))
     batches = models.Batches(rank, 2)

@@ -21,7 +21,9 @@ def describe(stats: StepStats, norms: Sequence[tuple[int, float]], scale: float)
     kind = "sparse" if s.active else "dense"
     lines = [f"step {s.step}: {kind}, {s.reason}" + ("; UNDONE, a gradient was not finite" if s.non_finite else "")]
     saved = f", {s.dense_bytes / s.bytes_sent:.1f} times less than dense f32" if s.active and s.bytes_sent else ""
-    lines.append(f"sent      {_bytes(s.bytes_sent)}{saved}, in {s.calls} calls for {s.jobs} buckets")
+    lines.append(
+        f"sent      {_bytes(s.bytes_sent)}{saved}, in {_count(s.calls, 'call')} for {_count(s.jobs, 'bucket')}"
+    )
     if s.small_bytes_sent:
         lines[-1] += f"; {_bytes(s.small_bytes_sent)} of it tensors that are always dense"
     lines.append(f"density   {s.density:.3%} of the compressed parameters")
@@ -38,6 +40,10 @@ def describe(stats: StepStats, norms: Sequence[tuple[int, float]], scale: float)
         f"{_ms(s.exposed_wait_seconds)}"
     )
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _ms(seconds: float) -> str:

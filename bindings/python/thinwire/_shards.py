@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._engine import named
 from ._errors import Error, ErrorCode
+from ._names import named
 
 try:
     from torch.distributed.fsdp import FSDPModule

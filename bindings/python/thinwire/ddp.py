@@ -24,10 +24,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ._engine import BucketEngine, named
+from ._buckets import BucketEngine
 from ._errors import Error, ErrorCode
 from ._handle import Handle, Timeout, unwrap
 from ._momentum import escape
+from ._names import named
 from ._state import reshard
 from ._thinwire import ParameterRule, ReducerOptions
 
@@ -195,8 +196,6 @@ def attach(
     hooks = getattr(inner, "_comm_hooks", [])
     if any(registered is not hook for registered, _ in hooks):
         raise taken
-    listed = list(hooks)
-    hooks.clear()  # a copied model has the list of the original, but not its hook
     handle = HookState(
         options,
         parameters,
@@ -206,6 +205,8 @@ def attach(
         grad_scaler,
         check_replicas_every,
     )
+    listed = list(hooks)
+    hooks.clear()  # a copied model has the list of the original, but not its hook
     try:
         inner.register_comm_hook(handle, hook)
     except RuntimeError as error:
